@@ -1,0 +1,1 @@
+"""Attention backends: plan once a step, run once a layer."""

@@ -1,0 +1,65 @@
+"""The step plan: one shape for prefill chunks, sparse drafts, verification and plain decode.
+
+An item is a run of query rows of one request with a view of its KV: all of it, or the selected entries and the tail.
+Nothing outside the scheduler asks which phase a request is in: a verification is an item whose last rows want logits
+and whose view is full; plain decode is one without drafts; a prefill chunk is one whose rows want none yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sparsespec.core.outputs import LogprobDict
+
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass
+class StepPlan:
+    """Arrays over items; sparse items come first and have one row each.
+
+    slots: the request's row in every table. starts: position of the first query row. rows: query rows. drafted: how
+    many of the rows are drafts to verify (in a sparse item: drafts made before this one). sparse: the KV view.
+    emit: the rows from rows - drafted - 1 on want logits and yield tokens. collect: hand attention scores to the policy.
+    """
+
+    slots: Ints
+    starts: Ints
+    rows: Ints
+    drafted: Ints
+    sparse: Bools
+    emit: Bools
+    collect: Bools
+
+    @property
+    def num_items(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_sparse(self) -> int:
+        return int(self.sparse.sum())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step's matrix products."""
+        return int(self.rows.sum())
+
+
+@dataclass
+class StepResult:
+    """What the device found, for each emitting item in plan order.
+
+    items: index into the plan. tokens [n, k+1]: accepted drafts, then the target's own token. num_tokens: how many of
+    them count. bad: the item's logits held NaN or infinity, and its tokens mean nothing. logprobs: item → one dict a
+    token, for requests that want them.
+    """
+
+    items: Ints
+    tokens: npt.NDArray[np.int64]
+    num_tokens: Ints
+    bad: Bools
+    logprobs: dict[int, list[LogprobDict]] = field(default_factory=dict)

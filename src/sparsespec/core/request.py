@@ -1,0 +1,35 @@
+"""A request while it is in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sparsespec.core.outputs import RequestMetrics
+from sparsespec.core.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion of one prompt. `seed` is resolved; `coupled`: the user gave it, so text must not depend on drafts.
+
+    limit: most tokens of prompt and output together. stop_ids: EOS and stop ids that end it. slot: its row in the
+    tables while it runs, else -1.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    coupled: bool
+    limit: int
+    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+    slot: int = -1
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_tokens(self) -> int:
+        """Committed tokens: prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -1,0 +1,93 @@
+"""Turns what a caller asks into requests, or says clearly why not. Nothing here touches running requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparsespec.core.errors import CapacityError, ContextLengthError, InvalidValueError, UnsupportedError
+from sparsespec.core.request import Request
+from sparsespec.core.sampling_params import SamplingParams
+from sparsespec.sampling.rng import request_seed
+from sparsespec.sampling.table import validate
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request has to fit into."""
+
+    max_model_len: int
+    kv_tokens: int
+    vocab_size: int
+
+
+class Admission:
+    """Checks and builds requests. Seeds of requests without one come from the engine's seed and a running number."""
+
+    def __init__(self, limits: Limits, tokenizer: Any | None, eos_token_ids: Sequence[int], seed: int) -> None:
+        self.limits, self.tokenizer, self.eos = limits, tokenizer, frozenset(eos_token_ids)
+        self.seed, self._count = seed, 0
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text or None, ids) of a prompt. Raises InvalidValueError."""
+        text = None
+        if isinstance(prompt, dict):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise InvalidValueError("prompt", prompt, "unknown or missing keys", 'Give {"prompt_token_ids": [...]} or {"prompt": "..."}')
+            text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt", ""))
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidValueError("prompt", prompt, "text needs a tokenizer", "Give token ids, or load a tokenizer")
+            text, ids = prompt, list(self.tokenizer(prompt)["input_ids"])
+        else:
+            ids = list(prompt)
+            if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < self.limits.vocab_size for i in ids):
+                raise InvalidValueError("prompt_token_ids", ids, "holds something that is not a token id",
+                                        f"Give integers from 0 to {self.limits.vocab_size - 1}")
+        if not ids:
+            raise InvalidValueError("prompt", prompt, "empty", "Give at least one token")
+        return text, ids
+
+    def build(self, request_id: str, ids: list[int], params: SamplingParams) -> list[Request]:
+        """The `n` requests of a prompt. Raises ContextLengthError, CapacityError, InvalidValueError or UnsupportedError."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidValueError("sampling_params", params, "not a SamplingParams", "Build one with SamplingParams(...)")
+        validate(params, self.limits.vocab_size)
+        if params.stop_strings and self.tokenizer is None:
+            raise UnsupportedError("stop", params.stop, "stop strings need a tokenizer", "Use stop_token_ids")
+        if params.bad_words and self.tokenizer is None:
+            raise UnsupportedError("bad_words", params.bad_words, "bad words need a tokenizer", "Use logit_bias")
+        limits = self.limits
+        if len(ids) >= limits.max_model_len:
+            raise ContextLengthError("prompt", f"{len(ids)} tokens", f"longer than max_model_len={limits.max_model_len} less one",
+                                     "Shorten the prompt or raise max_model_len")
+        limit = limits.max_model_len if params.max_tokens is None else min(len(ids) + params.max_tokens, limits.max_model_len)
+        if limit > limits.kv_tokens:
+            if params.max_tokens is not None or len(ids) >= limits.kv_tokens:
+                raise CapacityError("max_tokens", params.max_tokens,
+                                    f"{len(ids)} prompt tokens and as many more can never fit {limits.kv_tokens} tokens of KV cache",
+                                    "Lower max_tokens or raise kv_cache_tokens")
+            limit = limits.kv_tokens
+        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos)
+        bad_words = self._bad_words(params)
+        requests = []
+        for index in range(params.n):
+            self._count += 1
+            seed = request_seed(self.seed, self._count) if params.seed is None else params.seed + index
+            name = request_id if params.n == 1 else f"{request_id}#{index}"
+            requests.append(Request(name, ids, params, seed, params.seed is not None, limit, stop, self.eos, bad_words))
+        return requests
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is written, and as it continues a text."""
+        out = []
+        for word in params.bad_words or []:
+            for text in (word, " " + word.lstrip()):
+                ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] if self.tokenizer else []
+                if ids and ids not in out:
+                    out.append(list(ids))
+        return out

@@ -1,0 +1,182 @@
+"""The engine: takes requests, runs steps, gives outputs. One step is schedule, execute, commit.
+
+    engine = Engine(EngineConfig.from_kwargs(model=None))
+    engine.add_request("a", "Why is the sky blue?", SamplingParams(max_tokens=64))
+    while engine.has_work():
+        for output in engine.step(): ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sparsespec.config.engine import EngineConfig
+from sparsespec.core.errors import InvalidValueError, NumericalError, UnsupportedError
+from sparsespec.core.outputs import RequestOutput
+from sparsespec.core.plan import StepResult
+from sparsespec.core.request import Request
+from sparsespec.core.sampling_params import SamplingParams
+from sparsespec.engine.admission import Admission, Limits, Prompt
+from sparsespec.engine.memory import pool_tokens
+from sparsespec.engine.output import Completion, Group
+from sparsespec.kv.pool import KVPool
+from sparsespec.kv.table import PageTable
+from sparsespec.loader import load_model
+from sparsespec.loader.loaded import LoadedModel
+from sparsespec.metrics.stats import collect_stats
+from sparsespec.runner.model_runner import ModelRunner
+from sparsespec.scheduler.phases import make_phases
+from sparsespec.scheduler.scheduler import Commit, Scheduler
+from sparsespec.runner.calibrate import measure_costs
+from sparsespec.spec.adaptive import AdaptiveLength, FixedLength
+from sparsespec.spec.registry import make_policy
+
+
+class Engine:
+    """See the module. Not thread-safe: one thread calls it."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        _refuse_unsupported(config)
+        self.config = config
+        self.loaded = loaded or load_model(config.load, deterministic=config.runner.deterministic)
+        spec, model = config.speculative, self.loaded.config
+        self.policy = make_policy(spec, model)
+        max_drafts = spec.num_speculative_tokens if self.policy.drafts else 0
+        self.max_model_len, tokens = _lengths(config, self.loaded, max_drafts)
+        slots = config.scheduler.max_num_seqs
+        self.pages = PageTable(slots, self.max_model_len + max_drafts + 1, config.cache.page_size, tokens // config.cache.page_size)
+        self.pool = KVPool(model, self.pages.capacity, self.loaded.dtype, self.loaded.device)
+        self.runner = ModelRunner(self.loaded, config, self.pool, self.pages, self.policy, self.max_model_len)
+        self.controller = AdaptiveLength(self.policy, lambda: measure_costs(self.runner)) if (
+            spec.adaptive and self.policy.drafts) else FixedLength(max_drafts)
+        max_rows = config.scheduler.max_num_batched_tokens or (512 if self.loaded.device.type == "cpu" else 2048)
+        self.scheduler = Scheduler(config.scheduler, max_rows, self.pages, make_phases(spec.schedule, max_drafts, slots),
+                                   max_drafts, self.controller.draft_length, needs_selection=self.policy.drafts,
+                                   reserve=spec.kv_policy == "reserve")
+        self.admission = Admission(Limits(self.max_model_len, self.pages.capacity, model.vocab_size), self.loaded.tokenizer,
+                                   self.loaded.eos_token_ids, config.load.seed)
+        self.groups: dict[str, Group] = {}
+        self._owners: dict[Request, tuple[Group, Completion]] = {}
+        self.seconds = {"schedule": 0.0, "execute": 0.0, "commit": 0.0}
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> None:
+        """Queue a prompt. With `stream` every step that adds to it gives an output, else only its end does.
+
+        Raises a SparseSpecError that names what is wrong; then nothing was queued.
+        """
+        if request_id in self.groups:
+            raise InvalidValueError("request_id", request_id, "already in the engine", "Give each request an id of its own")
+        text, ids = self.admission.tokenize(prompt)
+        requests = self.admission.build(request_id, ids, params)
+        group = Group(request_id, text, ids, stream, self.config.speculative.synthetic_acceptance is None)
+        for index, request in enumerate(requests):
+            request.metrics.arrival_time = time.monotonic()
+            completion = Completion(request, index, self.loaded.tokenizer)
+            group.completions.append(completion)
+            self._owners[request] = (group, completion)
+            self.scheduler.add(request)
+        self.groups[request_id] = group
+
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration. Gives the outputs of requests that ended or, if streamed, grew."""
+        t0 = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        for request in self.scheduler.admitted:
+            self.runner.seat(request)
+            if request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = time.monotonic()
+        self.scheduler.admitted.clear()
+        self.controller.prepare(plan)
+        t1 = time.perf_counter()
+        result = self.runner.execute(plan)
+        t2 = time.perf_counter()
+        commits = self.scheduler.commit(plan, result)
+        self.controller.observe(plan, [(c.drafted, c.accepted) for c in commits], t2 - t1)
+        outputs = self._outputs(commits, result)
+        t3 = time.perf_counter()
+        for stage, spent in (("schedule", t1 - t0), ("execute", t2 - t1), ("commit", t3 - t2)):
+            self.seconds[stage] += spent
+        if not self.scheduler.num_running:
+            self.scheduler.check()
+        return outputs
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request wherever it is, free what it holds and give what it has; None if it is not there."""
+        group = self.groups.get(request_id)
+        if group is None:
+            return None
+        for completion in group.completions:
+            if completion.output.finish_reason is None:
+                completion.finish("abort")
+                self._end(completion.request)
+        del self.groups[request_id]
+        return group.result()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, a plain dict: see metrics/stats.py."""
+        return collect_stats(self.scheduler, self.runner, self.pages, self.seconds, self.controller.draft_length())
+
+    def _outputs(self, commits: Sequence[Commit], result: StepResult) -> list[RequestOutput]:
+        touched: dict[str, Group] = {}
+        now = time.monotonic()
+        for c in commits:
+            group, completion = self._owners[c.request]
+            touched[group.request_id] = group
+            m = c.request.metrics
+            m.first_token_time = m.first_token_time or now
+            m.num_drafts += c.drafted > 0
+            m.num_draft_tokens += c.drafted
+            m.num_accepted_tokens += c.accepted if c.drafted else 0
+            if c.bad:
+                group.error = NumericalError(c.request.request_id, c.request.num_tokens)
+                completion.finish("error")
+            else:
+                completion.add(c.tokens, result.logprobs.get(c.item), c.finish_reason, c.stop_token)
+            if completion.output.finish_reason is not None:
+                if c.request.params.prompt_logprobs is not None:
+                    group.prompt_logprobs = self.runner.prompt_logprobs(c.request)
+                self._end(c.request)
+        outputs = []
+        for request_id, group in touched.items():
+            if group.finished():
+                del self.groups[request_id]
+            if group.finished() or group.stream:
+                outputs.append(group.result())
+        return outputs
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self._owners.pop(request, None)
+
+
+def _refuse_unsupported(config: EngineConfig) -> None:
+    spec = config.speculative
+    if spec.verification != "sync":
+        raise UnsupportedError("speculative_config.verification", spec.verification, "not available yet", 'Use "sync"')
+    if config.parallel.tensor_parallel_size != 1:
+        raise UnsupportedError("tensor_parallel_size", config.parallel.tensor_parallel_size, "not available yet", "Use 1")
+    if config.cache.kv_offloading_size:
+        raise UnsupportedError("kv_offloading_size", config.cache.kv_offloading_size, "there is no host pool yet", "Leave it out")
+
+
+def _lengths(config: EngineConfig, loaded: LoadedModel, max_drafts: int) -> tuple[int, int]:
+    """(max_model_len, tokens of the KV pool). Raises InvalidValueError where they can not be had."""
+    asked, most = config.load.max_model_len, loaded.config.max_position_embeddings
+    if asked is not None and asked > most:
+        raise InvalidValueError("max_model_len", asked, f"more than the {most} positions that the model knows", f"Give at most {most}")
+    length = asked or most
+    tokens = pool_tokens(config, loaded, length)
+    if asked is None:
+        length = min(length, tokens)
+    if max_drafts + 1 >= length:
+        raise InvalidValueError("speculative_config.num_speculative_tokens", max_drafts,
+                                f"larger than the context of {length} tokens", f"Give at most {max(length - 2, 1)}")
+    return length, tokens

@@ -1,0 +1,93 @@
+"""From committed tokens to RequestOutput: text, stop strings, log probabilities, and the n completions of one prompt."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparsespec.core.errors import SparseSpecError
+from sparsespec.core.outputs import CompletionOutput, LogprobDict, RequestOutput
+from sparsespec.core.request import Request
+from sparsespec.engine.detokenizer import IncrementalDetokenizer
+from sparsespec.engine.stop import StopChecker
+
+
+class Completion:
+    """One completion while it grows."""
+
+    def __init__(self, request: Request, index: int, tokenizer: Any | None) -> None:
+        p = request.params
+        self.request, self.index = request, index
+        self.output = CompletionOutput(index, token_ids=request.output_token_ids)
+        if p.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, p.skip_special_tokens,
+                                            p.spaces_between_special_tokens) if tokenizer and p.detokenize else None
+        self._stop = StopChecker(p.stop_strings, p.include_stop_str_in_output, p.min_tokens)
+
+    def add(self, tokens: list[int], logprobs: list[LogprobDict] | None, reason: str | None, stop_token: int | None) -> None:
+        """Take newly committed tokens, which `request.output_token_ids` already holds. Ends it where a stop string matches."""
+        out = self.output
+        if out.logprobs is not None and logprobs:
+            out.logprobs.extend(logprobs[:len(tokens)])
+        if self._text is not None:
+            hide_last = stop_token is not None and not self.request.params.include_stop_str_in_output
+            new = len(self._text.append(tokens[:-1] if hide_last else tokens))
+            if reason is not None:
+                new += len(self._text.flush())
+            match = self._stop.check(self._text, new)
+            out.text = self._text.text
+            if match is not None:
+                out.text = out.text[:match.cut]
+                del self.request.output_token_ids[match.num_tokens:]
+                if out.logprobs is not None:
+                    del out.logprobs[match.num_tokens:]
+                reason, out.stop_reason, stop_token = "stop", match.stop, None
+        if reason is not None:
+            self.finish(reason)
+            if stop_token is not None and stop_token not in self.request.eos_ids:
+                out.stop_reason = stop_token
+        if out.logprobs is not None:
+            out.cumulative_logprob = sum(d[t].logprob for d, t in zip(out.logprobs, out.token_ids, strict=True))
+
+    def finish(self, reason: str) -> None:
+        """Set the reason; text that was held back comes out."""
+        if self._text is not None and self.output.finish_reason is None and reason in ("abort", "error"):
+            self._text.flush()
+            self.output.text = self._text.text
+        self.output.finish_reason = reason
+
+    def snapshot(self) -> CompletionOutput:
+        """The output so far. While it runs, text that may yet turn out to begin a stop string is left out."""
+        o = self.output
+        text = o.text
+        if o.finish_reason is None and text:
+            text = text[:len(text) - self._stop.holdback(text)]
+        return CompletionOutput(o.index, text, list(o.token_ids), o.cumulative_logprob,
+                                list(o.logprobs) if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+
+
+@dataclass
+class Group:
+    """The completions of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    stream: bool
+    lossless: bool
+    completions: list[Completion] = field(default_factory=list)
+    prompt_logprobs: list[LogprobDict | None] | None = None
+    error: SparseSpecError | None = None
+
+    def finished(self) -> bool:
+        return all(c.output.finish_reason is not None for c in self.completions)
+
+    def result(self) -> RequestOutput:
+        """RequestOutput as of now."""
+        first = self.completions[0].request.metrics
+        if self.finished():
+            first.finished_time = time.monotonic()
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [c.snapshot() for c in self.completions],
+                             self.finished(), self.prompt_logprobs, 0, first, self.error, self.lossless)

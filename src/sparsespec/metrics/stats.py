@@ -1,0 +1,33 @@
+"""What stats() reports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsespec.kv.table import PageTable
+    from sparsespec.runner.model_runner import ModelRunner
+    from sparsespec.scheduler.scheduler import Scheduler
+
+
+def collect_stats(scheduler: Scheduler, runner: ModelRunner, pages: PageTable, seconds: dict[str, float],
+                  draft_length: int) -> dict[str, Any]:
+    """Counters since the start, gauges of now.
+
+    num_drafts: rounds that drafted; num_accepted_tokens excludes the bonus token; accepted_per_position: how often the
+    draft at each position was accepted. seconds_*: by stage; prepare to select are parts of execute.
+    """
+    c, t = scheduler.counters, runner.times
+    return {
+        "iterations": c.iterations, "gemm_rows": c.gemm_rows, "num_drafts": c.num_drafts,
+        "num_draft_tokens": c.num_draft_tokens, "num_accepted_tokens": c.num_accepted_tokens,
+        "accepted_per_position": list(c.accepted_per_position), "num_emitted_tokens": c.num_emitted_tokens,
+        "num_preemptions": c.num_preemptions, "num_recomputed_tokens": c.num_recomputed_tokens,
+        "offloaded_tokens": 0, "restored_tokens": 0,
+        "device_pages_total": pages.allocator.num_pages, "device_pages_free": pages.allocator.num_free,
+        "host_pages_total": 0, "host_pages_free": 0,
+        "running": scheduler.num_running, "waiting": len(scheduler.waiting), "swapped": 0,
+        "kv_bytes_read": t.kv_bytes_read, "draft_length": draft_length,
+        "seconds_schedule": seconds["schedule"], "seconds_execute": seconds["execute"], "seconds_commit": seconds["commit"],
+        "seconds_prepare": t.prepare, "seconds_forward": t.forward, "seconds_sample": t.sample, "seconds_select": t.select,
+    }

@@ -1,0 +1,1 @@
+"""Architectures: one file each, named after its Hugging Face model_type."""

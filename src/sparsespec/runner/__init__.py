@@ -1,0 +1,1 @@
+"""Executes step plans on the device."""

@@ -1,0 +1,1 @@
+"""Who runs in the next iteration. CPU only and without torch, so that it can be simulated."""

@@ -1,0 +1,1 @@
+"""Draft policies: one file each."""
