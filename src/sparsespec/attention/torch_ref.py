@@ -36,6 +36,7 @@ class TorchBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> None:
         self.batch = batch
+        self._masks: dict[tuple[int, int], Tensor] = {}
         self._sliced = [i for i in batch.dense if self._can_slice(i)]
         rest: dict[int, list[DenseItem]] = defaultdict(list)
         for item in batch.dense:
@@ -115,7 +116,10 @@ class TorchBackend(AttentionBackend):
         if rows <= _EXPLICIT_ROWS:
             probs = self._probabilities(q, keys)
             return torch.bmm(probs.flatten(1, 2), values).view(q.shape), probs[:, :, rows - item.score_rows:]
-        mask = _causal(rows, keys.shape[1], q.device).repeat(group, 1)
+        shape = (rows, keys.shape[1])
+        if shape not in self._masks:
+            self._masks[shape] = _causal(*shape, q.device).repeat(group, 1)
+        mask = self._masks[shape]
         result = F.scaled_dot_product_attention(q.reshape(1, heads, group * rows, dim), keys[None], values[None],
                                                 attn_mask=mask, scale=1.0).view(q.shape)
         probs = self._probabilities(q[:, :, rows - item.score_rows:], keys) if item.collect >= 0 else result

@@ -1,0 +1,1 @@
+"""Benchmarks: what to run, how it is measured and how it is shown."""

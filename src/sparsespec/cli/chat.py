@@ -7,7 +7,6 @@ import sys
 
 from sparsespec.cli.flags import add_engine_flags, add_sampling_flags, engine_kwargs, sampling_params
 from sparsespec.cli.generate import deltas
-from sparsespec.cli.prompts import apply_template
 from sparsespec.core.errors import ContextLengthError, InvalidValueError
 
 MAX_TOKENS = 512
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         history.append({"role": "user", "content": line})
         try:
             answer = ""
-            for delta in deltas(llm.stream(apply_template(llm.tokenizer, history), params)):
+            for delta in deltas(llm.stream(llm.apply_chat_template(history), params)):
                 answer += delta
                 print(delta, end="", flush=True)
             print()

@@ -69,11 +69,11 @@ def _number(convert: Callable[[str], Any], kind: str, optional: bool) -> Callabl
 _NUMBERS = {int: "an integer", float: "a number"}
 
 
-def _add_field(group: argparse._ArgumentGroup, option: str, dest: str, hint: Any, help_text: str, default: Any,
+def _add_field(group: argparse._ArgumentGroup, option: str, dest: str, *, hint: Any, help_text: str, default: Any,
                choices: Iterable[str] | None = None) -> None:
     """One flag for one dataclass field. The default is suppressed: only what the user gave reaches the engine."""
     kinds = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
-    shown = default if isinstance(default, str) else json.dumps(default)
+    shown = default if isinstance(default, str) else "none" if default is None else json.dumps(default)
     text = f"{help_text} (default: {shown})".replace("%", "%%")
     common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": text}
     optional = type(None) in get_args(hint)
@@ -105,8 +105,8 @@ def add_dataclass_flags(group: argparse._ArgumentGroup, cls: type, prefix: str =
     for f in dataclasses.fields(cls):
         if f.metadata.get("cli", True):
             option = f"--{prefix}{f.name}".replace("_", "-")
-            _add_field(group, option, dest_prefix + f.name, hints[f.name], f.metadata["help"], f.default,
-                       f.metadata.get("choices"))
+            _add_field(group, option, dest_prefix + f.name, hint=hints[f.name], help_text=f.metadata["help"],
+                       default=f.default, choices=f.metadata.get("choices"))
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | Non
     for f in dataclasses.fields(SamplingParams):
         if f.init and f.name != "seed":  # --seed is the engine's: requests without a seed of their own follow from it
             default = max_tokens if f.name == "max_tokens" else f.default
-            _add_field(group, flag(f.name), "sampling_" + f.name, hints[f.name], SAMPLING_HELP[f.name], default)
+            _add_field(group, flag(f.name), "sampling_" + f.name, hint=hints[f.name], help_text=SAMPLING_HELP[f.name],
+                       default=default)
 
 
 def sampling_params(args: argparse.Namespace, *, max_tokens: int | None) -> SamplingParams:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from sparsespec.llm import LLM
 
     llm = LLM(**engine_kwargs(args))
-    ready = [to_engine(llm.tokenizer, prompt, args.chat) for prompt in prompts]
+    ready = [to_engine(llm, prompt, args.chat) for prompt in prompts]
     if len(prompts) == 1 and params.n == 1 and not args.json:
         for delta in deltas(llm.stream(ready[0], params)):
             print(delta, end="", flush=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparsespec.core.errors import InvalidValueError, UnsupportedError
+from sparsespec.core.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from sparsespec.llm import LLM
 
 Prompt = str | dict[str, Any]  # text, {"prompt_token_ids": [...]} or {"messages": [...]}
 _KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -50,23 +53,11 @@ def _from_json(line: str, where: str) -> Prompt:
     return value["prompt"] if keys[0] == "prompt" else {keys[0]: value[keys[0]]}
 
 
-def has_template(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, list[int]]:
-    """The engine's prompt for a conversation that the model answers next."""
-    if not has_template(tokenizer):
-        raise UnsupportedError("--chat", True, "this model has no chat template", "Use --raw")
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return {"prompt_token_ids": list(ids)}
-
-
-def to_engine(tokenizer: Any, prompt: Prompt, chat: bool | None) -> Prompt:
+def to_engine(llm: LLM, prompt: Prompt, chat: bool | None) -> Prompt:
     """One prompt as LLM.generate takes it. chat: None applies the template to text where the model has one."""
     if isinstance(prompt, dict) and "messages" in prompt:
-        return apply_template(tokenizer, prompt["messages"])
-    use = chat if chat is not None else has_template(tokenizer)
+        return llm.apply_chat_template(prompt["messages"])
+    use = chat if chat is not None else bool(getattr(llm.get_tokenizer(), "chat_template", None))
     if isinstance(prompt, str) and use:
-        return apply_template(tokenizer, [{"role": "user", "content": prompt}])
+        return llm.apply_chat_template([{"role": "user", "content": prompt}])
     return prompt

@@ -56,7 +56,8 @@ class Admission:
         """The `n` requests of a prompt. Raises ContextLengthError, CapacityError, InvalidValueError or UnsupportedError."""
         if not isinstance(params, SamplingParams):
             raise InvalidValueError("sampling_params", params, "not a SamplingParams", "Build one with SamplingParams(...)")
-        validate(params, self.limits.vocab_size)
+        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos)
+        validate(params, self.limits.vocab_size, stop)
         if params.stop_strings and self.tokenizer is None:
             raise UnsupportedError("stop", params.stop, "stop strings need a tokenizer", "Use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
@@ -72,7 +73,6 @@ class Admission:
                                     f"{len(ids)} prompt tokens and as many more can never fit {limits.kv_tokens} tokens of KV cache",
                                     "Lower max_tokens or raise kv_cache_tokens")
             limit = limits.kv_tokens
-        stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos)
         bad_words = self._bad_words(params)
         requests = []
         for index in range(params.n):

@@ -89,6 +89,9 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is None:
             return []
+        for slot in self.scheduler.vacated:
+            self.runner.leave(slot)
+        self.scheduler.vacated.clear()
         for request in self.scheduler.admitted:
             self.runner.seat(request)
             if request.metrics.first_scheduled_time is None:
@@ -142,7 +145,7 @@ class Engine:
                 completion.add(c.tokens, result.logprobs.get(c.item), c.finish_reason, c.stop_token)
             if completion.output.finish_reason is not None:
                 if c.request.params.prompt_logprobs is not None:
-                    group.prompt_logprobs = self.runner.prompt_logprobs(c.request)
+                    group.prompt_logprobs = self.runner.logprobs.take_prompt(c.request)
                 self._end(c.request)
         outputs = []
         for request_id, group in touched.items():

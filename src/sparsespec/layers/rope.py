@@ -65,14 +65,17 @@ def frequencies(config: ModelConfig, max_len: int) -> tuple[Tensor, float]:
     if kind not in ROPE_TYPES:
         raise ModelLoadError("rope_type", kind, "not a known kind of rotary embedding", f"Supported: {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ModelLoadError("partial_rotary_factor", rope["partial_rotary_factor"], "rotating a part of a head is not supported",
-                             "Use a model that rotates whole heads")
+        raise ModelLoadError("partial_rotary_factor", rope["partial_rotary_factor"],
+                             "rotating a part of a head is not supported", "Use a model that rotates whole heads")
     if config.head_dim % 2:
         raise ModelLoadError("head_dim", config.head_dim, "odd, so it has no halves to rotate", "Check the config")
     try:
         if kind in ("default", "llama3"):
             inv_freq = _plain(float(rope.get("rope_theta", 10000.0)), config.head_dim)
             return (_llama3(rope, inv_freq, config.max_position_embeddings) if kind == "llama3" else inv_freq), 1.0
+        for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+            if len(rope[key]) != config.head_dim // 2:
+                raise ValueError(f"{key} holds {len(rope[key])} factors, not {config.head_dim // 2}")
         return _by_transformers(config, kind, max_len)
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError, RuntimeError) as e:
         raise ModelLoadError("rope_parameters", rope, f"unusable for rope_type {kind!r} ({type(e).__name__}: {e})",
@@ -87,9 +90,6 @@ class RotaryEmbedding:
 
     def __init__(self, config: ModelConfig, max_len: int, device: torch.device) -> None:
         inv_freq, scale = frequencies(config, max_len)
-        if inv_freq.shape != (config.head_dim // 2,):
-            raise ModelLoadError("rope_parameters", config.rope, f"give {inv_freq.numel()} frequencies, {config.head_dim // 2} are needed",
-                                 "Check the rope_parameters or rope_scaling of the config")
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32, device=device), inv_freq.to(device))
         cos, sin = angles.cos() * scale, angles.sin() * scale
         self.max_len = max_len

@@ -48,10 +48,11 @@ def load_weights(model: Loadable, pairs: Iterable[tuple[str, Tensor]], where: st
                 unused.append(name)
             continue
         if tensor.shape != target.shape:
-            raise ModelLoadError("model", where, f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {tuple(target.shape)}",
-                                 "Check that config and weights belong together")
+            raise ModelLoadError("model", where, f"tensor {name} has shape {tuple(tensor.shape)}, "
+                                 f"the config asks for {tuple(target.shape)}", "Check that config and weights belong together")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise ModelLoadError("model", where, f"tensor {name} is {str(tensor.dtype).removeprefix('torch.')}, not a plain float type",
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelLoadError("model", where, f"tensor {name} is {kind}, not a plain float type",
                                  "Use a checkpoint in float32, bfloat16 or float16, or a GGUF file")
         target.copy_(tensor)
     if unused:

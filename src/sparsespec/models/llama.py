@@ -76,7 +76,6 @@ class LlamaForCausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.head = tied_head(self.embedding, deterministic) if config.tie_word_embeddings else Linear(
             config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device, deterministic=deterministic)
-        self.rope: RotaryEmbedding | None = None
 
     @staticmethod
     def biases(config: ModelConfig) -> tuple[bool, bool]:
@@ -116,16 +115,14 @@ class LlamaForCausalLM(nn.Module):
             if isinstance(module, Linear):
                 module.finalize(keep=module is self.head and self.config.tie_word_embeddings)
 
-    def prepare(self, max_len: int) -> None:
-        """Build what depends on the longest sequence: the rotary tables."""
-        self.rope = RotaryEmbedding(self.config, max_len, self.device)
+    def rotary(self, max_len: int) -> RotaryEmbedding:
+        """Rotary tables for sequences up to max_len. An engine keeps its own: for some kinds they depend on max_len."""
+        return RotaryEmbedding(self.config, max_len, self.device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rotary: RotaryEmbedding) -> Tensor:
         """Hidden states [N, hidden] before the final norm, for rows of token ids and positions [N]."""
-        if self.rope is None:
-            raise RuntimeError("call prepare(max_len) before forward")
         x = self.embedding[token_ids]
-        cos, sin = self.rope.tables(positions, x.dtype)
+        cos, sin = rotary.tables(positions, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(i, x, cos, sin, attend)
         return x

@@ -46,7 +46,7 @@ def measure_costs(runner: ModelRunner) -> StepCosts:
     layer, head = [], []
     positions = torch.zeros(_ROWS[-1], dtype=torch.int64, device=device)
     hidden = torch.randn(_ROWS[-1], model.config.hidden_size, device=device).to(model.dtype)
-    cos, sin = model.rope.tables(positions, model.dtype)
+    cos, sin = runner.rotary.tables(positions, model.dtype)
     for rows in _ROWS:
         x, c, s = hidden[:rows], cos[:rows], sin[:rows]
         layer.append(_seconds(lambda x=x, c=c, s=s: model.layers[0](0, x, c, s, _NoAttention()), device))  # type: ignore[misc]

@@ -51,6 +51,11 @@ class Decider:
         self.rejects[slot] = not params.greedy and not request.coupled
         self._seeds[slot] = request.seed
 
+    def leave(self, slot: int) -> None:
+        """Forget a slot's settings."""
+        self.table.clear(slot)
+        self.rejects[slot] = False
+
     def draft(self, logits: Tensor, rows: Rows, tokens: Tensor, drafted: np.ndarray, nonce: np.ndarray) -> Tensor:
         """Tokens [n] for the sparse rows. drafted [n]: drafts before each; nonce [n]: position of its round's first row."""
         dist = self.sampler.distribution(logits, rows, tokens)
@@ -64,6 +69,12 @@ class Decider:
             place = torch.from_numpy(drafted[keep]).to(self.device)
             self._draft_probs[rows.slots[index], place] = dist.probs[dist.index[index]]
         return chosen
+
+    def force(self, slot: int, drafted: int, token: int) -> None:
+        """The draft at this place was not drawn: its proposal is all on `token`."""
+        if self._draft_probs is not None and self.rejects[slot]:
+            self._draft_probs[slot, drafted] = 0.0
+            self._draft_probs[slot, drafted, token] = 1.0
 
     def verify(self, logits: Tensor, rows: Rows, tokens: Tensor, slots: np.ndarray, drafted: np.ndarray, first: np.ndarray,
                place: np.ndarray) -> Verdict:

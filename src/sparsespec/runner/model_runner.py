@@ -13,7 +13,6 @@ from torch import Tensor
 from sparsespec.attention.base import AttentionBatch
 from sparsespec.attention.registry import make_backend
 from sparsespec.config.engine import EngineConfig
-from sparsespec.core.outputs import LogprobDict
 from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import Request
 from sparsespec.kv.pool import KVPool
@@ -50,13 +49,13 @@ class ModelRunner:
         self.model, self.device, self.pool, self.pages, self.policy = loaded.model, loaded.device, pool, pages, policy
         self.max_drafts = config.speculative.num_speculative_tokens if policy.drafts else 0
         slots = config.scheduler.max_num_seqs
-        self.model.prepare(max_model_len + self.max_drafts + 1)
+        self.rotary = self.model.rotary(max_model_len + self.max_drafts + 1)
         self.backend = make_backend(config.runner.attention_backend, config.runner.deterministic, loaded.config, pool)
         self.tokens = torch.zeros(slots, max_model_len + self.max_drafts + 2, dtype=torch.int64, device=self.device)
         self.selection = SelectionStore(slots, loaded.config, self.device)
         self.decider = Decider(slots, loaded.config.vocab_size, self.max_drafts, self.device,
                                config.speculative.synthetic_acceptance)
-        self.logprobs = LogprobCollector(config.runner.logprobs_mode)
+        self.logprobs = LogprobCollector(config.runner.logprobs_mode, self.decider.sampler)
         self.requests: list[Request | None] = [None] * slots
         self.draft_override: DraftOverride | None = None
         self.times = RunnerTimes()
@@ -68,6 +67,13 @@ class ModelRunner:
         self.decider.seat(request)
         self.requests[request.slot] = request
 
+    def leave(self, slot: int) -> None:
+        """The slot's request is gone; its settings cost the others nothing any more."""
+        request, self.requests[slot] = self.requests[slot], None
+        self.decider.leave(slot)
+        if request is not None:
+            self.logprobs.take_prompt(request)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute a step. The result holds host arrays: this waits for the device."""
@@ -75,9 +81,9 @@ class ModelRunner:
         batch = build_batch(plan, self.pages, self.device)
         scores = self._plan_attention(plan, batch)
         t1 = time.perf_counter()
-        hidden = self.model(self.tokens[batch.slots, batch.positions], batch.positions, self.backend)
+        hidden = self.model(self.tokens[batch.slots, batch.positions], batch.positions, self.backend, self.rotary)
         logits = self.model.logits(hidden[batch.logit_rows])
-        self.logprobs.prompt_rows(plan, batch, hidden, self)
+        self._prompt_logprobs(plan, batch, hidden)
         t2 = time.perf_counter()
         if plan.num_sparse:
             self._draft(plan, batch, logits[:plan.num_sparse])
@@ -118,12 +124,17 @@ class ModelRunner:
         drafted = plan.drafted[:n].astype(np.int64)
         chosen = self.decider.draft(logits, rows, self.tokens, drafted, plan.starts[:n] - drafted)
         if self.draft_override is not None:
-            for i in range(n):
-                request = self.requests[plan.slots[i]]
-                forced = self.draft_override(request.request_id, int(plan.starts[i]) + 1) if request else None
-                if forced is not None:
-                    chosen[i] = forced
+            self._override(plan, drafted, chosen)
         self.tokens[rows.slots, rows.positions] = chosen
+
+    def _override(self, plan: StepPlan, drafted: np.ndarray, chosen: Tensor) -> None:
+        """Replace chosen [n] where the test door asks for it; the proposal is then one-hot, and verification knows."""
+        for i in range(plan.num_sparse):
+            request = self.requests[plan.slots[i]]
+            forced = self.draft_override(request.request_id, int(plan.starts[i]) + 1) if request and self.draft_override else None
+            if forced is not None:
+                chosen[i] = forced
+                self.decider.force(int(plan.slots[i]), int(drafted[i]), forced)
 
     def _verify(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> StepResult:
         emitting = batch.emitting
@@ -133,13 +144,21 @@ class ModelRunner:
         n = plan.num_sparse
         rows = Rows(batch.slots[batch.logit_rows[n:]], batch.positions[batch.logit_rows[n:]] + 1)
         drafted = plan.drafted[emitting].astype(np.int64)
-        kept = self.logprobs.keep([self.requests[s] for s in plan.slots[emitting]], batch.first_logit - n, drafted, logits[n:])
         verdict = self.decider.verify(logits[n:], rows, self.tokens, plan.slots[emitting], drafted,
                                       batch.first_logit - n, plan.starts[emitting] + plan.rows[emitting] - drafted)
         result = StepResult(emitting.astype(np.int32), verdict.tokens.cpu().numpy(),
                             verdict.num_emitted.cpu().numpy().astype(np.int32), verdict.bad.cpu().numpy())
-        result.logprobs = self.logprobs.finish(kept, self.decider, rows, result)
+        found = self.logprobs.emitted([self.requests[s] for s in plan.slots[emitting]], batch.first_logit - n, result.tokens,
+                                      result.num_tokens, logits[n:], rows, self.tokens)
+        result.logprobs = {int(emitting[i]): dicts for i, dicts in found.items()}
         return result
+
+    def _prompt_logprobs(self, plan: StepPlan, batch: InputBatch, hidden: Tensor) -> None:
+        for i in range(plan.num_sparse, plan.num_items):
+            request, first = self.requests[plan.slots[i]], int(batch.first[i])
+            if request is not None and request.params.prompt_logprobs is not None:
+                self.logprobs.prompt(request, int(plan.starts[i]), hidden[first:first + int(plan.rows[i])], self.model.logits,
+                                     self.tokens)
 
     def _select(self, plan: StepPlan, result: StepResult, scores: list[Tensor]) -> None:
         """Let the policy choose what each collecting request's next drafts see."""
@@ -156,7 +175,3 @@ class ModelRunner:
             accepted = num - 1
             verified = Verified(end - scored, end - drafted + num, scored, scored - (drafted - accepted), found)
             self.selection.put(int(plan.slots[item]), verified.tail, self.policy.select(verified))
-
-    def prompt_logprobs(self, request: Request) -> list[LogprobDict | None] | None:
-        """Log probabilities of a request's prompt, if it asked for them."""
-        return self.logprobs.prompt(request)

@@ -71,7 +71,8 @@ class Scheduler:
         self.stop_ids = np.full((n, _STOP_IDS), -1, np.int64)
         self.min_length = np.zeros(n, np.int32)
         self.now, self._admissions = 0, 0
-        self.admitted: list[Request] = []  # since the runner last looked
+        self.admitted: list[Request] = []  # since the runner last looked, as are the slots that were left
+        self.vacated: list[int] = []
         self.counters = Counters(accepted_per_position=[0] * max_drafts)
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class Scheduler:
         self.requests[slot] = None
         self.active[slot] = False
         self._free.append(slot)
+        self.vacated.append(slot)
         if request in self.admitted:
             self.admitted.remove(request)
         request.slot = -1

@@ -1,0 +1,42 @@
+"""Test doors: models and hooks with which the engine's promises can be checked. Public, and used by its own tests.
+
+    from sparsespec.testing import override_drafts, scripted, tiny_qwen3
+
+Tiny random models (`tiny_llama`, `tiny_qwen2`, `tiny_qwen3`), a target that follows a script (`scripted`), drafts of
+one's own (`override_drafts`), single steps (`step`), preemption at will (`force_preemption`), page counts, and NaN in
+all memory that nobody should read (`poison_free_pages`).
+"""
+
+from __future__ import annotations
+
+from sparsespec.testing.doors import (
+    DraftOverride,
+    PageCounts,
+    force_preemption,
+    override_drafts,
+    page_counts,
+    poison_free_pages,
+    running_requests,
+    step,
+)
+from sparsespec.testing.scripted import Script, ScriptedTarget, Wanted, scripted
+from sparsespec.testing.tiny import tiny_llama, tiny_model, tiny_qwen2, tiny_qwen3
+
+__all__ = [
+    "DraftOverride",
+    "PageCounts",
+    "Script",
+    "ScriptedTarget",
+    "Wanted",
+    "force_preemption",
+    "override_drafts",
+    "page_counts",
+    "poison_free_pages",
+    "running_requests",
+    "scripted",
+    "step",
+    "tiny_llama",
+    "tiny_model",
+    "tiny_qwen2",
+    "tiny_qwen3",
+]
