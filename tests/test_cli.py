@@ -18,6 +18,7 @@ from sparsespec.cli.main import build_parser, main
 from sparsespec.config import EngineConfig, SpeculativeConfig
 from sparsespec.core.errors import InvalidValueError, SparseSpecError, UnknownFieldError
 from sparsespec.core.sampling_params import SamplingParams
+from sparsespec.loader.loaded import LoadedModel
 
 COMMANDS = (["generate"], ["chat"], ["bench", "throughput"])
 
@@ -189,6 +190,13 @@ def test_differences_are_found_and_judged() -> None:
 SMALL = ["--max-tokens", "8", "--temperature", "0", "--max-model-len", "256"]
 
 
+@pytest.fixture
+def weights(smol: LoadedModel, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """Commands run as users run them, but on weights that were loaded once."""
+    monkeypatch.setattr("sparsespec.engine.engine.load_model", lambda *_, **__: smol)
+
+
+@pytest.mark.usefixtures("weights")
 def test_generate_streams_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "The sky is", "--raw", *SMALL]) == 0
     streamed = capsys.readouterr().out
@@ -201,6 +209,7 @@ def test_generate_streams_what_json_says(capsys: pytest.CaptureFixture[str]) -> 
     assert found["stats"]["num_emitted_tokens"] == 8
 
 
+@pytest.mark.usefixtures("weights")
 def test_generate_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.txt"
     path.write_text("What is 2 + 2?\nName a colour.\n")
@@ -210,6 +219,7 @@ def test_generate_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         "--- 1.1: What is 2 + 2?", "--- 1.2: What is 2 + 2?", "--- 2.1: Name a colour.", "--- 2.2: Name a colour."]
 
 
+@pytest.mark.usefixtures("weights")
 def test_chat_keeps_and_forgets_its_history(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from sparsespec.llm import LLM
 
@@ -230,6 +240,7 @@ def test_chat_keeps_and_forgets_its_history(monkeypatch: pytest.MonkeyPatch, cap
     assert seen[2][1]["content"] == "Hello"
 
 
+@pytest.mark.usefixtures("weights")
 def test_bench_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "throughput", "--num-prompts", "2", "--max-tokens", "12", "--max-model-len", "256", "--compare", "none"]
     assert main([*argv, "--json"]) == 0
@@ -249,6 +260,7 @@ def test_bench_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["answers"][0]["question"][:30] in out
 
 
+@pytest.mark.usefixtures("weights")
 def test_bench_random_without_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "throughput", "--dataset", "random", "--num-prompts", "2", "--input-len", "20", "--output-len", "6",
                  "--max-model-len", "128", "--speculative-config.method", "none", "--json"]) == 0
@@ -258,6 +270,7 @@ def test_bench_random_without_comparison(capsys: pytest.CaptureFixture[str]) -> 
     assert found["outputs_identical"] is None
 
 
+@pytest.mark.usefixtures("weights")
 def test_bench_reports_a_difference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A pass that gives another token is shown with its gap, and the exit code is 1."""
     from sparsespec.bench import throughput

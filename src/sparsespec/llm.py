@@ -73,8 +73,9 @@ class LLM:
             raise BatchError(errors, outputs)
         return [o for o in outputs if o is not None]
 
-    def chat(self, messages: list[Message] | list[list[Message]], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-             use_tqdm: bool = True, *, add_generation_prompt: bool = True, chat_template: str | None = None,
+    def chat(self, messages: list[Message] | list[list[Message]],
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, use_tqdm: bool = True, *,
+             add_generation_prompt: bool = True, chat_template: str | None = None,
              chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
         if not messages:
@@ -145,5 +146,6 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise InvalidValueError("sampling_params", f"{len(params)} of them", f"there are {count} prompts", "Give one, or one a prompt")
+        raise InvalidValueError("sampling_params", f"{len(params)} of them", f"there are {count} prompts",
+                                "Give one, or one a prompt")
     return list(params)

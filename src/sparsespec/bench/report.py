@@ -48,8 +48,8 @@ def show_table(report: Report, console: Console) -> None:
     for f in figures:
         table.add_column(f["name"], justify="right")
 
-    def row(title: str, key: str, form: str, scale: float = 1.0) -> None:
-        table.add_row(title, *("-" if f[key] is None else format(f[key] * scale, form) for f in figures))
+    def row(title: str, key: str, form: str, unit: float = 1) -> None:
+        table.add_row(title, *(format(f[key] / unit if unit != 1 else f[key], form) for f in figures))
 
     row("output tokens", "tokens", ",")
     row("seconds", "seconds", ".1f")
@@ -58,14 +58,14 @@ def show_table(report: Report, console: Console) -> None:
         table.add_row("speed-up", *(f"{f['tokens_per_second'] / base:.2f}x" for f in figures))
     row("iterations", "iterations", ",")
     row("GEMM rows an iteration", "gemm_rows_per_iteration", ".1f")
-    row("KV MB read a token", "kv_bytes_per_token", ".2f", 1e-6)
+    row("KV MB read a token", "kv_bytes_per_token", ".2f", 1e6)
     row("KV GB/s", "kv_gigabytes_per_second", ".2f")
     row("draft rounds", "rounds", ",")
     table.add_row("accepted of drafted", *(
         f"{f['accepted_per_round']:.2f} of {f['drafted_per_round']:.2f}" if f["rounds"] else "-" for f in figures))
-    depth = max(len(f["accepted_by_position"]) for f in figures)
+    depth = max(sum(share > 0 for share in f["accepted_by_position"]) for f in figures)
     for i in range(depth):
-        table.add_row("accepted by position 1" if i == 0 else f"{i + 1:>22}",
+        table.add_row("rounds accepting draft 1" if i == 0 else f"{i + 1:>24}",
                       *(f"{f['accepted_by_position'][i]:.2f}" if i < len(f["accepted_by_position"]) else "-" for f in figures))
     console.print(table)
     for p, f in zip(report.passes, figures, strict=True):

@@ -5,6 +5,7 @@ sparsespec bench throughput --compare none --show-answers
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,8 @@ def _minus(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 def _run_pass(llm: LLM, name: str, items: Sequence[Item], params: SamplingParams, *, repeat: int,
               progress: bool) -> Pass:
     prompts = [item.prompt for item in items]
+    if progress:
+        print(f"{name}:", file=sys.stderr)
     llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=_WARM_UP_TOKENS, ignore_eos=True), use_tqdm=False)
     seconds, outputs, counters = [], [], {}
     for _ in range(repeat):
@@ -127,7 +130,6 @@ def run(options: ThroughputOptions, engine: dict[str, Any], *, progress: bool = 
     passes: list[Pass] = []
     items: list[Item] = []
     llm: LLM | None = None
-    plain: LLM | None = None
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens,
                             ignore_eos=options.dataset == "random")
     for name, config in _variants(options, spec):
@@ -140,15 +142,13 @@ def run(options: ThroughputOptions, engine: dict[str, Any], *, progress: bool = 
                      random_ids(llm.loaded.config.vocab_size, options.num_prompts, options.input_len, seed))
         passes.append(_run_pass(llm, name, items, params, repeat=options.repeat, progress=progress))
     assert llm is not None
-    loaded_model = llm.loaded
-    report = Report(loaded_model.name, str(loaded_model.device), str(loaded_model.dtype), items, passes,
-                    len(passes) > 1 and params.greedy)
+    loaded = llm.loaded
+    report = Report(loaded.name, str(loaded.device), str(loaded.dtype), items, passes, len(passes) > 1 and params.greedy)
     if report.compared:
-        base = passes[0].token_ids
+        base, ids = passes[0].token_ids, [o.prompt_token_ids for o in passes[0].outputs]
         report.different = {p.name: differences(base, p.token_ids) for p in passes[1:]}
         if not report.identical:
             del llm
-            plain = LLM(loaded_model, speculative_config={"method": "none"}, **engine)
-            ids = [o.prompt_token_ids for o in passes[0].outputs]
-            report.different = {n: measure_gaps(plain, ids, base, d) for n, d in report.different.items()}
+            plain = LLM(loaded, speculative_config={"method": "none"}, **engine)
+            report.different = {name: measure_gaps(plain, ids, base, d) for name, d in report.different.items()}
     return report

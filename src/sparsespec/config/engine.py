@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sparsespec.config.fields import check_choices, check_range, from_dict, option
@@ -87,7 +87,7 @@ class RunnerConfig:
         check_choices(self)
 
 
-_PARTS = {"load": LoadConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig,
+_PARTS: dict[str, Any] = {"load": LoadConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig,
           "runner": RunnerConfig}
 
 
@@ -105,11 +105,11 @@ class EngineConfig:
     @classmethod
     def from_kwargs(cls, *, speculative_config: dict[str, Any] | None = None, **kwargs: Any) -> EngineConfig:
         """Sort flat settings into their parts. An unknown name raises UnknownFieldError that lists the known ones."""
-        owner = {name: part for part, c in _PARTS.items() for name in c.__dataclass_fields__}
+        owner = {name: part for part, c in _PARTS.items() for name in (f.name for f in fields(c))}
         values: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
         for name, value in kwargs.items():
             if name not in owner:
                 raise UnknownFieldError(name, value, "not an engine setting", f"Known: {', '.join(sorted(owner))}")
             values[owner[name]][name] = value
-        parts = {part: from_dict(c, values[part], part) for part, c in _PARTS.items()}
+        parts: dict[str, Any] = {part: from_dict(c, values[part], part) for part, c in _PARTS.items()}
         return cls(speculative=SpeculativeConfig.from_dict(speculative_config), **parts)

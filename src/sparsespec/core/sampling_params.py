@@ -69,9 +69,9 @@ class SamplingParams:
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
         """Build from a mapping; an unknown key is an error that lists the known ones."""
         known = {f.name for f in fields(cls) if f.init}
-        for key in values:
+        for key, value in values.items():
             if key not in known:
-                raise UnknownFieldError(key, values[key], "not a sampling parameter", f"Known: {', '.join(sorted(known))}")
+                raise UnknownFieldError(key, value, "not a sampling parameter", f"Known: {', '.join(sorted(known))}")
         return cls(**values)
 
     @property

@@ -33,12 +33,14 @@ class Admission:
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, ids) of a prompt. Raises InvalidValueError."""
-        text = None
+        text: str | None = None
         if isinstance(prompt, dict):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
-                raise InvalidValueError("prompt", prompt, "unknown or missing keys", 'Give {"prompt_token_ids": [...]} or {"prompt": "..."}')
-            text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt", ""))
+                raise InvalidValueError("prompt", prompt, "unknown or missing keys",
+                                        'Give {"prompt_token_ids": [...]} or {"prompt": "..."}')
+            text = prompt.get("prompt")
+            prompt = prompt.get("prompt_token_ids") or text or ""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidValueError("prompt", prompt, "text needs a tokenizer", "Give token ids, or load a tokenizer")
@@ -70,7 +72,7 @@ class Admission:
         if limit > limits.kv_tokens:
             if params.max_tokens is not None or len(ids) >= limits.kv_tokens:
                 raise CapacityError("max_tokens", params.max_tokens,
-                                    f"{len(ids)} prompt tokens and as many more can never fit {limits.kv_tokens} tokens of KV cache",
+                                    f"{len(ids)} prompt tokens and these can never fit the KV cache of {limits.kv_tokens} tokens",
                                     "Lower max_tokens or raise kv_cache_tokens")
             limit = limits.kv_tokens
         bad_words = self._bad_words(params)

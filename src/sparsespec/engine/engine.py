@@ -26,10 +26,10 @@ from sparsespec.kv.table import PageTable
 from sparsespec.loader import load_model
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.metrics.stats import collect_stats
+from sparsespec.runner.calibrate import measure_costs
 from sparsespec.runner.model_runner import ModelRunner
 from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Commit, Scheduler
-from sparsespec.runner.calibrate import measure_costs
 from sparsespec.spec.adaptive import AdaptiveLength, FixedLength
 from sparsespec.spec.registry import make_policy
 
@@ -174,12 +174,14 @@ def _lengths(config: EngineConfig, loaded: LoadedModel, max_drafts: int) -> tupl
     """(max_model_len, tokens of the KV pool). Raises InvalidValueError where they can not be had."""
     asked, most = config.load.max_model_len, loaded.config.max_position_embeddings
     if asked is not None and asked > most:
-        raise InvalidValueError("max_model_len", asked, f"more than the {most} positions that the model knows", f"Give at most {most}")
+        raise InvalidValueError("max_model_len", asked, f"more than the {most} positions that the model knows",
+                                f"Give at most {most}")
     length = asked or most
     tokens = pool_tokens(config, loaded, length)
     if asked is None:
         length = min(length, tokens)
     if max_drafts + 1 >= length:
         raise InvalidValueError("speculative_config.num_speculative_tokens", max_drafts,
-                                f"larger than the context of {length} tokens", f"Give at most {max(length - 2, 1)}")
+                                f"larger than the context of {length} tokens",
+                                f"Give at most {max(length - 2, 1)}")
     return length, tokens

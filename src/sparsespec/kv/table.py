@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -59,7 +61,7 @@ class PageTable:
         breaks = np.flatnonzero(np.diff(pages) != 1) + 1
         bounds = [0, *breaks.tolist(), count]
         size = self.page_size
-        return [(int(pages[a]) * size, min(b * size, length) - a * size) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [(int(pages[a]) * size, min(b * size, length) - a * size) for a, b in pairwise(bounds)]
 
     def check(self) -> None:
         """Integrity: every page is held by exactly the slot that owns it. Raises RuntimeError."""

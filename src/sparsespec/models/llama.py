@@ -55,7 +55,7 @@ class DecoderLayer(nn.Module):
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 1)
         q, k = apply_rope(qk, cos, sin).split((self.heads, self.kv_heads), 1)
         x = x + self.out(attend.run(index, q, k, v))
-        return x + self.mlp(self.post_norm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_norm(x))
 
 
 class LlamaForCausalLM(nn.Module):
@@ -70,9 +70,9 @@ class LlamaForCausalLM(nn.Module):
         self.config, self.dtype, self.device = config, dtype, device
         qkv_bias, out_bias = self.biases(config)
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
+        self.layers = [
             DecoderLayer(config, qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=self.qk_norm, dtype=dtype, device=device,
-                         deterministic=deterministic) for _ in range(config.num_layers))
+                         deterministic=deterministic) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.head = tied_head(self.embedding, deterministic) if config.tie_word_embeddings else Linear(
             config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device, deterministic=deterministic)
@@ -104,16 +104,17 @@ class LlamaForCausalLM(nn.Module):
                     targets[f"{prefix}{name}.bias"] = linear.part(part, "bias")
             targets[prefix + "input_layernorm.weight"] = layer.input_norm.weight
             targets[prefix + "post_attention_layernorm.weight"] = layer.post_norm.weight
-            if self.qk_norm:
-                targets[prefix + "self_attn.q_norm.weight"] = layer.q_norm.weight
-                targets[prefix + "self_attn.k_norm.weight"] = layer.k_norm.weight
+            for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+                if norm is not None:
+                    targets[f"{prefix}self_attn.{name}.weight"] = norm.weight
         return targets
 
     def finalize(self) -> None:
         """Pack the weights, a layer at a time so that the peak stays near one copy."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.finalize(keep=module is self.head and self.config.tie_word_embeddings)
+        self.head.finalize(keep=self.config.tie_word_embeddings)
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down):
+                linear.finalize()
 
     def rotary(self, max_len: int) -> RotaryEmbedding:
         """Rotary tables for sequences up to max_len. An engine keeps its own: for some kinds they depend on max_len."""

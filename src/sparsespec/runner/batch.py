@@ -49,7 +49,10 @@ def build_batch(plan: StepPlan, pages: PageTable, device: torch.device) -> Input
     wanted = plan.drafted[emitting].astype(np.int64) + 1
     first_logit = plan.num_sparse + np.cumsum(wanted) - wanted
     logit_rows = np.concatenate([first[:plan.num_sparse], spread((first + rows)[emitting] - wanted, wanted)])
-    to = lambda a: torch.from_numpy(a).to(device, non_blocking=True)  # noqa: E731
+
+    def to(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
     return InputBatch(to(slots), to(positions), to(entries), first, to(logit_rows), emitting, first_logit)
 
 

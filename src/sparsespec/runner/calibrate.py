@@ -71,7 +71,8 @@ def _attention(runner: ModelRunner) -> tuple[tuple[float, float, float], tuple[f
 
     def sparse(n: int, width: int) -> float:
         index = torch.randint(0, length, (1, n, c.num_kv_heads, width), device=device)
-        backend.plan(AttentionBatch(torch.arange(n, device=device), SparseGroup(n, index, torch.ones_like(index, dtype=torch.bool)), []))
+        group = SparseGroup(n, index, torch.ones_like(index, dtype=torch.bool))
+        backend.plan(AttentionBatch(torch.arange(n, device=device), group, []))
         return _seconds(lambda: backend.run(0, q[:n], kv[:n], kv[:n]), device)
 
     short = max(min(rows + 1, length), length // 16)

@@ -34,7 +34,8 @@ class Verdict:
 class Decider:
     """See the module. Draft distributions are kept for requests under rejection sampling alone: [slots, K, vocab]."""
 
-    def __init__(self, slots: int, vocab_size: int, max_drafts: int, device: torch.device, synthetic_acceptance: float | None) -> None:
+    def __init__(self, slots: int, vocab_size: int, max_drafts: int, device: torch.device,
+                 synthetic_acceptance: float | None) -> None:
         self.table = SamplingTable(slots, vocab_size, device)
         self.sampler = Sampler(self.table)
         self.max_drafts, self.device, self.synthetic_acceptance = max_drafts, device, synthetic_acceptance
