@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 _FREE = -1
+_WINDOW = 4096  # pages that a search for single ones looks at together
 
 
 class PageAllocator:
@@ -22,6 +23,8 @@ class PageAllocator:
         self.owner: IntArray = np.full(num_pages, _FREE, np.int32)
         self._soft: IntArray = np.full(num_pages, _FREE, np.int32)  # who hopes to grow into a page
         self.num_free = num_pages
+        self._unreserved = num_pages  # free pages that nobody hopes for
+        self._cursor = 0  # where the search for single pages goes on
 
     def allocate(self, owner: int, count: int, after: int = -1, expect: int = 0) -> IntArray | None:
         """Take `count` pages for `owner`, or None and no change if fewer are free.
@@ -39,6 +42,7 @@ class PageAllocator:
                 pages = np.arange(after + 1, stop, dtype=np.int32)
             else:
                 pages = self._scattered(owner, count)
+        self._unreserved -= int((self._soft[pages] == _FREE).sum())
         self.owner[pages] = owner
         self.num_free -= count
         return pages
@@ -50,22 +54,38 @@ class PageAllocator:
         self.owner[pages] = _FREE
         self._soft[self._soft == owner] = _FREE
         self.num_free += len(pages)
+        self._count_unreserved()
 
     def _start(self, owner: int, count: int, expect: int) -> IntArray:
         for mask in ((self.owner == _FREE) & (self._soft == _FREE), self.owner == _FREE):
             start, length = _largest_gap(mask)
             if length >= count:
                 self._soft[start:start + min(max(expect, count), length)] = owner
+                self._count_unreserved()
                 return np.arange(start, start + count, dtype=np.int32)
         return self._scattered(owner, count)
 
     def _scattered(self, owner: int, count: int) -> IntArray:
-        free = self.owner == _FREE
-        mine = np.flatnonzero(free & ((self._soft == _FREE) | (self._soft == owner)))
-        if len(mine) >= count:
-            return mine[:count].astype(np.int32)
-        others = np.flatnonzero(free & (self._soft != _FREE) & (self._soft != owner))
-        return np.concatenate([mine, others[:count - len(mine)]]).astype(np.int32)
+        """Single pages from the cursor on, those that nobody reserved first; a window at a time, as pools are large."""
+        found: list[IntArray] = []
+        for polite in (True, False):
+            if polite and not self._unreserved:
+                continue
+            for window in range(-(-self.num_pages // _WINDOW)):
+                low = (self._cursor // _WINDOW + window) * _WINDOW % (-(-self.num_pages // _WINDOW) * _WINDOW)
+                free = self.owner[low:low + _WINDOW] == _FREE
+                soft = self._soft[low:low + _WINDOW]
+                free &= (soft == _FREE) if polite else (soft != _FREE)
+                pages = (np.flatnonzero(free)[:count] + low).astype(np.int32)
+                count -= len(pages)
+                found.append(pages)
+                if not count:
+                    self._cursor = low
+                    return np.concatenate(found)
+        raise RuntimeError("fewer pages are free than counted")
+
+    def _count_unreserved(self) -> None:
+        self._unreserved = int(((self.owner == _FREE) & (self._soft == _FREE)).sum())
 
     def check(self) -> None:
         """Integrity: raises RuntimeError unless free + owned = total."""

@@ -171,7 +171,7 @@ class Scheduler:
         prefill = np.flatnonzero(~decoding)
         if len(prefill):
             prefill = prefill[np.argsort(self.order[slots[prefill]])]
-            budget = max(self.max_rows - int(rows[decoding].sum()), min(_MIN_CHUNK, self.max_rows))
+            budget = max(self.max_rows - int(rows[decoding].sum()), min(_MIN_CHUNK, 1 + self.max_rows // 4))
             before = np.cumsum(rows[prefill]) - rows[prefill]
             rows[prefill] = np.clip(budget - before, 0, rows[prefill])
         order = np.concatenate([np.flatnonzero(sparse), np.flatnonzero(~sparse & (rows > 0))])
