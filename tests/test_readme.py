@@ -16,7 +16,8 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 PYTHON = [body for kind, body in BLOCKS if kind == "python"]
 SHELL = [line.split("  #")[0].strip() for kind, body in BLOCKS if kind == "bash" for line in body.splitlines() if line.strip()]
 COMMANDS = [line for line in SHELL if not line.startswith("make ")]
-ENV = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+# One thread: on a busy machine threads that wait for each other make a small model many times slower.
+ENV = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def check(command: list[str]) -> str:

@@ -20,7 +20,7 @@ from sparsespec.core.outputs import RequestOutput
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.llm import LLM
 
-_COUNTERS = ("iterations", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position",
+_COUNTERS = ("iterations", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position", "drafted_per_position",
              "num_emitted_tokens", "gemm_rows", "kv_bytes_read")
 _WARM_UP_TOKENS = 8
 
@@ -40,7 +40,7 @@ class Pass:
         return [o.outputs[0].token_ids for o in self.outputs]
 
     def figures(self) -> dict[str, Any]:
-        """What the report shows, as plain data. accepted: drafts accepted a round; by_position: the share of rounds."""
+        """What the report shows, as plain data. accepted: drafts accepted a round; by_position: of those drafted there."""
         c = self.counters
         tokens, rounds = sum(map(len, self.token_ids)), c["num_drafts"]
         return {
@@ -50,7 +50,7 @@ class Pass:
             "kv_gigabytes_per_second": c["kv_bytes_read"] / self.seconds / 1e9,
             "rounds": rounds, "drafted_per_round": c["num_draft_tokens"] / rounds if rounds else None,
             "accepted_per_round": c["num_accepted_tokens"] / rounds if rounds else None,
-            "accepted_by_position": [n / rounds for n in c["accepted_per_position"]] if rounds else [],
+            "accepted_by_position": [n / d for n, d in zip(c["accepted_per_position"], c["drafted_per_position"], strict=True) if d],
             "draft_length_at_end": self.draft_length,
         }
 

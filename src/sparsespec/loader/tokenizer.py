@@ -43,6 +43,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     if not tokens or not merges or file.get("tokenizer.ggml.model") != "gpt2":
         raise ModelLoadError("tokenizer", file.where, f"its tokenizer is of kind {file.get('tokenizer.ggml.model')!r}, "
                              "only byte-level BPE ('gpt2') with its merges is supported", _REMEDY)
+    from tokenizers import decoders
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.ggml import convert_gguf_tokenizer
 
@@ -55,6 +56,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
               "add_prefix_space": bool(file.get("tokenizer.ggml.add_space_prefix", False))}
     try:
         backend, _ = convert_gguf_tokenizer(file.architecture, fields)
+        backend.decoder = decoders.ByteLevel()  # the converted one gives raw bytes once an added token is not byte-level
         _add_declared(backend, tokens, types)
         return PreTrainedTokenizerFast(
             tokenizer_object=backend, chat_template=file.get("tokenizer.chat_template"), clean_up_tokenization_spaces=False,

@@ -15,13 +15,14 @@ def collect_stats(scheduler: Scheduler, runner: ModelRunner, pages: PageTable, s
     """Counters since the start, gauges of now.
 
     num_drafts: rounds that drafted; num_accepted_tokens excludes the bonus token; accepted_per_position: how often the
-    draft at each position was accepted. seconds_*: by stage; prepare to select are parts of execute.
+    draft at each position was accepted, of drafted_per_position. seconds_*: by stage; prepare to select are parts of execute.
     """
     c, t = scheduler.counters, runner.times
     return {
         "iterations": c.iterations, "gemm_rows": c.gemm_rows, "num_drafts": c.num_drafts,
         "num_draft_tokens": c.num_draft_tokens, "num_accepted_tokens": c.num_accepted_tokens,
-        "accepted_per_position": list(c.accepted_per_position), "num_emitted_tokens": c.num_emitted_tokens,
+        "accepted_per_position": list(c.accepted_per_position), "drafted_per_position": list(c.drafted_per_position),
+        "num_emitted_tokens": c.num_emitted_tokens,
         "num_preemptions": c.num_preemptions, "num_recomputed_tokens": c.num_recomputed_tokens,
         "offloaded_tokens": 0, "restored_tokens": 0,
         "device_pages_total": pages.allocator.num_pages, "device_pages_free": pages.allocator.num_free,

@@ -51,6 +51,7 @@ class Counters:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -73,7 +74,7 @@ class Scheduler:
         self.now, self._admissions = 0, 0
         self.admitted: list[Request] = []  # since the runner last looked, as are the slots that were left
         self.vacated: list[int] = []
-        self.counters = Counters(accepted_per_position=[0] * max_drafts)
+        self.counters = Counters(accepted_per_position=[0] * max_drafts, drafted_per_position=[0] * max_drafts)
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -256,8 +257,9 @@ class Scheduler:
         c.num_draft_tokens += int(drafted.sum())
         c.num_accepted_tokens += int(accepted[drafted > 0].sum())
         c.num_emitted_tokens += int(counts.sum())
-        for position in range(int(accepted.max(initial=0))):
+        for position in range(int(drafted.max(initial=0))):
             c.accepted_per_position[position] += int((accepted > position).sum())
+            c.drafted_per_position[position] += int((drafted > position).sum())
 
     def check(self) -> None:
         """Integrity of slots and pages. Raises RuntimeError."""

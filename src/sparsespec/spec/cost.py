@@ -30,7 +30,8 @@ class StepCosts:
 
     def products(self, rows: float) -> float:
         """Matrix products, norms and the rest over all layers, and the head, for `rows` rows."""
-        return float(np.interp(rows, self.rows, self.layer) * self.layers + np.interp(rows, self.rows, self.head))
+        beyond = max(1.0, rows / self.rows[-1])  # past the curve, time grows with the rows
+        return float(np.interp(rows, self.rows, self.layer) * self.layers + np.interp(rows, self.rows, self.head)) * beyond
 
     def full(self, items: float, rows: int, length: float) -> float:
         """Full attention of `items` items of `rows` query rows over `length` tokens each."""
