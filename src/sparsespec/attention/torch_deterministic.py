@@ -32,10 +32,11 @@ class DeterministicBackend(TorchBackend):
         pad = -length % _CHUNK
         keys = F.pad(keys, (0, 0, 0, pad)).unflatten(1, (-1, _CHUNK))  # [H, C, chunk, D]
         values = F.pad(values, (0, 0, 0, pad)).unflatten(1, (-1, _CHUNK))
+        transposed = keys.transpose(-1, -2).contiguous()  # else one row takes another kernel than several
         outputs, kept = [], []
         for first in range(0, rows, _ROWS):
             block = q[:, :, first:first + _ROWS].permute(2, 0, 1, 3).unsqueeze(2)  # [r, H, 1, G, D]
-            logits = (block @ keys.transpose(-1, -2)).transpose(2, 3).flatten(3)  # [r, H, G, C · chunk]
+            logits = (block @ transposed).transpose(2, 3).flatten(3)  # [r, H, G, C · chunk]
             last = torch.arange(length - rows + first, length - rows + first + len(block), device=q.device)
             hidden = torch.arange(length + pad, device=q.device) > last[:, None, None, None]
             probs = torch.softmax(logits.masked_fill(hidden, -torch.inf), -1)

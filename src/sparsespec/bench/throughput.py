@@ -42,6 +42,7 @@ class Pass:
     def figures(self) -> dict[str, Any]:
         """What the report shows, as plain data. accepted: drafts accepted a round; by_position: of those drafted there."""
         c = self.counters
+        places = zip(c["accepted_per_position"], c["drafted_per_position"], strict=True)
         tokens, rounds = sum(map(len, self.token_ids)), c["num_drafts"]
         return {
             "name": self.name, "seconds": self.seconds, "tokens": tokens, "tokens_per_second": tokens / self.seconds,
@@ -50,7 +51,7 @@ class Pass:
             "kv_gigabytes_per_second": c["kv_bytes_read"] / self.seconds / 1e9,
             "rounds": rounds, "drafted_per_round": c["num_draft_tokens"] / rounds if rounds else None,
             "accepted_per_round": c["num_accepted_tokens"] / rounds if rounds else None,
-            "accepted_by_position": [n / d for n, d in zip(c["accepted_per_position"], c["drafted_per_position"], strict=True) if d],
+            "accepted_by_position": [n / d for n, d in places if d],
             "draft_length_at_end": self.draft_length,
         }
 

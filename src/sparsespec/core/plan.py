@@ -54,8 +54,8 @@ class StepResult:
     """What the device found, for each emitting item in plan order.
 
     items: index into the plan. tokens [n, k+1]: accepted drafts, then the target's own token. num_tokens: how many of
-    them count. bad: the item's logits held NaN or infinity, and its tokens mean nothing. logprobs: item → one dict a
-    token, for requests that want them.
+    them count. bad: the logits after these tokens held NaN or infinity. logprobs: item → one dict a token, for requests
+    that want them.
     """
 
     items: Ints

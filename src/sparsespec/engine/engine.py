@@ -138,11 +138,10 @@ class Engine:
             m.num_drafts += c.drafted > 0
             m.num_draft_tokens += c.drafted
             m.num_accepted_tokens += c.accepted if c.drafted else 0
-            if c.bad:
+            completion.add(c.tokens, result.logprobs.get(c.item), c.finish_reason, c.stop_token)
+            if c.bad and completion.output.finish_reason is None:
                 group.error = NumericalError(c.request.request_id, c.request.num_tokens)
                 completion.finish("error")
-            else:
-                completion.add(c.tokens, result.logprobs.get(c.item), c.finish_reason, c.stop_token)
             if completion.output.finish_reason is not None:
                 if c.request.params.prompt_logprobs is not None:
                     group.prompt_logprobs = self.runner.logprobs.take_prompt(c.request)

@@ -24,7 +24,7 @@ from sparsespec.verify.synthetic import synthetic
 
 @dataclass(frozen=True)
 class Verdict:
-    """tokens [B, K+1], num_emitted [B], bad [B]: see StepResult. distribution: what the tokens were drawn from."""
+    """tokens [B, K+1], num_emitted [B], bad [B]: see StepResult."""
 
     tokens: Tensor
     num_emitted: Tensor
@@ -105,7 +105,11 @@ class Decider:
                                                                     slot_t[sel], place_t[sel])
             out[sel], emitted[sel] = result
         tokens[slot_t[:, None], place_t] = out
-        return Verdict(out, emitted, dist.bad[index].any(1))
+        # Only rows that plain decoding would have computed count: what stands behind a rejected draft is nobody's.
+        broken = dist.bad[index] & (torch.arange(width, device=self.device) <= count_t[:, None])
+        first_bad = torch.where(broken.any(1), broken.int().argmax(1), width)
+        bad = first_bad < emitted
+        return Verdict(out, torch.where(bad, first_bad, emitted), bad)
 
     def _match(self, dist: Distribution, rows: Rows, index: Tensor, drafts: Tensor, count: Tensor, slots: Tensor,
                place: Tensor) -> tuple[Tensor, Tensor]:

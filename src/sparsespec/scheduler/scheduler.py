@@ -25,7 +25,10 @@ _STOP_IDS = 16
 
 @dataclass
 class Commit:
-    """Tokens that one request gained, whether an EOS or stop id ended it (`stop`), or a limit (`length`)."""
+    """Tokens that one request gained, and whether an EOS or stop id ended it (`stop`), or a limit (`length`).
+
+    bad: the logits after these tokens are NaN or infinite, so it cannot go on.
+    """
 
     request: Request
     item: int
@@ -212,7 +215,8 @@ class Scheduler:
         self.selected[emitting] = plan.collect[result.items]
         counts, ended, stopped = self._cut(emitting, result)
         drafted = plan.drafted[result.items]
-        accepted = np.minimum(result.num_tokens - 1, counts)
+        accepted = np.minimum(result.num_tokens - 1 + result.bad, counts)
+        bad = result.bad & ~ended & ~stopped
         self._count(drafted, accepted, counts)
         self.length[emitting] += counts
         self.computed[emitting] = self.length[emitting] - 1
@@ -227,8 +231,8 @@ class Scheduler:
             request.output_token_ids.extend(tokens)
             reason = "stop" if stopped[i] else "length" if ended[i] else None
             commits.append(Commit(request, int(result.items[i]), tokens, int(drafted[i]), int(accepted[i]), reason,
-                                  tokens[-1] if stopped[i] else None, bool(result.bad[i])))
-            if reason is None:
+                                  tokens[-1] if stopped[i] else None, bool(bad[i])))
+            if reason is None and not bad[i]:
                 self._begin_round(slot, k)
         return commits
 
@@ -242,7 +246,7 @@ class Scheduler:
         """How many of each request's new tokens count, whether that ends it, and whether a stop id did."""
         width = result.tokens.shape[1]
         column = np.arange(width)
-        counts = np.where(result.bad, 0, np.minimum(result.num_tokens, self.limit[slots] - self.length[slots]))
+        counts = np.minimum(result.num_tokens, self.limit[slots] - self.length[slots])
         place = self.length[slots][:, None] + column  # index of the token in its sequence
         is_stop = (result.tokens[:, :, None] == self.stop_ids[slots][:, None, :]).any(-1)
         is_stop &= (place + 1 >= self.min_length[slots][:, None]) & (column < counts[:, None])
