@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from reference import Reference, tiny_path, tiny_prompts
 
+from reference import Reference, tiny_path, tiny_prompts
 from sparsespec import LLM
 from sparsespec.config.engine import LoadConfig
 from sparsespec.loader import load_model

@@ -23,8 +23,9 @@ from sparsespec.testing import tiny_model
 MIN_GAP = 1e-3  # between the best and the second logit, at every step of a screened prompt
 
 PROMPTS = [
-    "The three states of water are", "A short letter to a neighbour about a borrowed ladder:\n\nDear", "def is_prime(n):\n",
-    "List five animals that live in the sea.\n1.", "The train left the station at noon and", "Question: What is 12 times 11?\nAnswer:",
+    "The three states of water are", "A short letter to a neighbour about a borrowed ladder:\n\nDear",
+    "def is_prime(n):\n", "List five animals that live in the sea.\n1.", "The train left the station at noon and",
+    "Question: What is 12 times 11?\nAnswer:",
     "Once upon a time a fox found a lamp in the snow.", "To make bread you need flour, water, salt and",
     "In mathematics, a prime number is", "The capital cities of France, Spain and Italy are", "SELECT name FROM users WHERE",
     "My favourite season is autumn, because", "The difference between a virus and a bacterium is that",
@@ -32,7 +33,8 @@ PROMPTS = [
     "Dear customer, thank you for", "The old lighthouse keeper looked at the sea and said:", "1, 1, 2, 3, 5, 8, 13,",
     "A haiku about rain:\n", "The company reported that its sales had", "import numpy as np\n\nx = np.arange(10)\nprint(",
     "Gravity is the force that", "When the teacher entered the room, the children", "Health experts say that sleeping enough",
-    "The recipe begins with two onions and", "Yesterday I walked to the market to buy", "An electric car differs from a petrol car in",
+    "The recipe begins with two onions and", "Yesterday I walked to the market to buy",
+    "An electric car differs from a petrol car in",
     "The moon moves around the earth in", "If it rains tomorrow, we will",
 ]
 

@@ -72,10 +72,6 @@ def causal(rows: int, length: int) -> Tensor:
     return (torch.arange(length) <= last).expand(CONFIG.num_kv_heads, rows, length)
 
 
-def rows_of(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0, CONFIG.num_kv_heads, CONFIG.head_dim)
-
-
 @pytest.mark.parametrize("backend", [TorchBackend, DeterministicBackend])
 @pytest.mark.parametrize("seed", range(12))
 def test_t32_full_views_of_one_to_nine_queries(backend: type[AttentionBackend], seed: int) -> None:
@@ -90,19 +86,21 @@ def test_t32_full_views_of_one_to_nine_queries(backend: type[AttentionBackend], 
         items.append(DenseItem(first, count, length, s.pages.runs(slot, length), slot, min(count, 9)))
         first += count
     q = torch.randn(CONFIG.num_layers, first, CONFIG.num_heads, CONFIG.head_dim, generator=torch.Generator().manual_seed(seed))
-    entries = np.concatenate([s.pages.positions_to_entries(i, np.arange(n - r, n)) for i, (r, n) in enumerate(zip(rows, lengths, strict=True))])
+    spans = [(i, n - r, n) for i, (r, n) in enumerate(zip(rows, lengths, strict=True))]
+    entries = np.concatenate([s.pages.positions_to_entries(i, np.arange(low, high)) for i, low, high in spans])
     scores: dict[tuple[int, int], Tensor] = {}
     subject = backend(CONFIG, s.pool)
     subject.plan(AttentionBatch(torch.from_numpy(entries), None, items, lambda layer, i, p: scores.update({(layer, i): p.clone()})))
     for layer in range(CONFIG.num_layers):
-        k = rows_of([s.keys[i][layer, n - r:n] for i, (r, n) in enumerate(zip(rows, lengths, strict=True))])
-        v = rows_of([s.values[i][layer, n - r:n] for i, (r, n) in enumerate(zip(rows, lengths, strict=True))])
+        k, v = (torch.cat([x[i][layer, low:high] for i, low, high in spans]) for x in (s.keys, s.values))
         out = subject.run(layer, q[layer], k, v).view(first, CONFIG.num_heads, -1)
         for slot, (item, length) in enumerate(zip(items, lengths, strict=True)):
             part = slice(item.row, item.row + item.rows)
-            wanted, probs = explicit(q[layer, part], s.keys[slot][layer, :length], s.values[slot][layer, :length], causal(item.rows, length))
+            keys, values = s.keys[slot][layer, :length], s.values[slot][layer, :length]
+            wanted, probs = explicit(q[layer, part], keys, values, causal(item.rows, length))
             torch.testing.assert_close(out[part].double(), wanted, rtol=0, atol=TOLERANCE)
-            torch.testing.assert_close(scores[layer, slot].double(), probs[:, :, item.rows - item.score_rows:], rtol=0, atol=TOLERANCE)
+            scored = probs[:, :, item.rows - item.score_rows:]
+            torch.testing.assert_close(scores[layer, slot].double(), scored, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, DeterministicBackend])

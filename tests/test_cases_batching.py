@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from driving import completions, serve, speculate, token_ids
 from reference import PROMPTS, Reference, tiny_path, tiny_prompts
-
 from sparsespec import LLM, SamplingParams
 from sparsespec.config.engine import LoadConfig
 from sparsespec.loader import load_model
@@ -22,7 +22,8 @@ def test_t22_output_is_complete_after_preemption(k: int, page: int, tiny_models:
     """8 requests of 200 tokens in a pool for about 2.5 of them: greedy, seeded and unseeded."""
     prompts = [p[:30] for p in tiny_prompts(16, seed=10) if len(p) >= 30][:8]
     params = [SamplingParams(temperature=float(i % 4 > 1), seed=i if i % 4 == 2 else None, max_tokens=200) for i in range(8)]
-    settings: dict[str, Any] = {"max_model_len": 256, "page_size": page, "speculative_config": speculate(k, 0.3, kv_policy="recompute")}
+    config = speculate(k, 0.3, kv_policy="recompute") if k else speculate(0)
+    settings: dict[str, Any] = {"max_model_len": 256, "page_size": page, "speculative_config": config}
     wanted = token_ids(serve(LLM(tiny_models["qwen3"], kv_cache_tokens=4096, **settings), prompts, params))
     small = LLM(tiny_models["qwen3"], kv_cache_tokens=576, **settings)
     out = completions(serve(small, prompts, params))
@@ -43,13 +44,14 @@ def test_requests_that_fit_one_at_a_time(tiny_models: dict[str, LoadedModel], ti
     cases = tiny_cases["llama"]
     most = max(len(p) for p, _ in cases) + 64
     for policy in ("recompute", "reserve"):
-        llm = LLM(tiny_models["llama"], kv_cache_tokens=-(-most // 16) * 16, max_model_len=256, speculative_config=speculate(8, kv_policy=policy))
+        llm = LLM(tiny_models["llama"], kv_cache_tokens=-(-most // 16) * 16, max_model_len=256,
+                  speculative_config=speculate(8, kv_policy=policy))
         outputs = serve(llm, [p for p, _ in cases], SamplingParams(temperature=0, max_tokens=64))
         assert token_ids(outputs) == [ids for _, ids in cases]
         assert policy == "recompute" or llm.stats()["num_preemptions"] == 0
 
 
-def bitwise(llm: LLM, prompts: list[list[int]], place: int, tokens: int, arrivals: list[int] | None = None) -> tuple[list[int], list[float]]:
+def bitwise(llm: LLM, prompts: list[list[int]], place: int, tokens: int, arrivals: list[int]) -> tuple[list[int], list[float]]:
     """Ids and log probabilities of the request at `place`."""
     params = [SamplingParams(temperature=0 if i == place or i % 2 else 0.9, max_tokens=tokens, logprobs=0, ignore_eos=True)
               for i in range(len(prompts))]
@@ -58,7 +60,8 @@ def bitwise(llm: LLM, prompts: list[list[int]], place: int, tokens: int, arrival
     return c.token_ids, [row[t].logprob for t, row in zip(c.token_ids, c.logprobs, strict=True)]
 
 
-def check_invariance(loaded: LoadedModel, prompt: list[int], others: list[list[int]], tokens: int, drafts: tuple[int, ...], budget: int) -> None:
+def check_invariance(loaded: LoadedModel, prompt: list[int], others: list[list[int]], tokens: int, drafts: tuple[int, ...],
+                     budget: int) -> None:
     """Alone, in batches of 2, 4 and 8, first and last, with any k and chunk size: not one bit changes."""
     rng = np.random.default_rng(0)
     wanted = None

@@ -7,14 +7,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from driving import completions, serve, speculate, token_ids
-from reference import Reference, tiny_path, tiny_prompts
-from stat_utils import BROKEN, SOUND, chi_square
 from torch import Tensor
 
+from driving import completions, serve, speculate, token_ids
+from reference import Reference, tiny_path, tiny_prompts
 from sparsespec import LLM, CompletionOutput, SamplingParams
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.testing import scripted
+from stat_utils import BROKEN, SOUND, chi_square
 
 TINY = {"kv_cache_tokens": 16384, "max_model_len": 256}
 
@@ -84,7 +84,7 @@ def test_each_setting_reaches_every_token(temperature: float, tiny_models: dict[
     """Allowed ids, penalties and top_k in one batch, each its own request's alone; greedy ones equal plain decoding's."""
     settings: list[dict[str, object]] = [
         {"allowed_token_ids": list(range(0, 256, 16))}, {"presence_penalty": 2.0, "frequency_penalty": 2.0},
-        {"repetition_penalty": 1.8}, {"top_k": 1}, {"logit_bias": {i: -100.0 for i in range(128)}}, {}]
+        {"repetition_penalty": 1.8}, {"top_k": 1}, {"logit_bias": dict.fromkeys(range(128), -100.0)}, {}]
     prompts = tiny_prompts(len(settings), seed=4)
     params = [SamplingParams(temperature=temperature, max_tokens=64, **s) for s in settings]  # type: ignore[arg-type]
     plain = token_ids(serve(tiny(tiny_models, 0), prompts, params))
@@ -172,8 +172,8 @@ def truncated(logits: Tensor, temperature: float, top_k: int, top_p: float) -> T
     x = logits / temperature
     x = x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)
     order = x.argsort(-1, descending=True)
-    spent = x.softmax(-1).gather(1, order).cumsum(-1)
-    cut = torch.zeros_like(x, dtype=torch.bool).scatter(1, order, torch.cat((torch.zeros_like(spent[:, :1]), spent[:, :-1]), 1) >= top_p)
+    best = x.softmax(-1).gather(1, order)
+    cut = torch.zeros_like(x, dtype=torch.bool).scatter(1, order, best.cumsum(-1) - best >= top_p)
     return x.masked_fill(cut, -torch.inf).log_softmax(-1)
 
 
@@ -213,8 +213,9 @@ def test_t21_logprobs_are_the_models(k: int, mode: str, tiny_models: dict[str, L
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_t21_a_gap_of_200_stays_finite(mode: str, temperature: float) -> None:
-    llm = LLM(scripted(lambda token, position: position % 256, gap=200.0), logprobs_mode=mode, speculative_config=speculate(4), **TINY)
-    params = SamplingParams(temperature=temperature, top_p=0.8 if temperature else 1.0, max_tokens=20, logprobs=4, prompt_logprobs=2)
+    loaded = scripted(lambda token, position: position % 256, gap=200.0)
+    llm = LLM(loaded, logprobs_mode=mode, speculative_config=speculate(4), **TINY)
+    params = SamplingParams(temperature=temperature, top_p=0.8, max_tokens=20, logprobs=4, prompt_logprobs=2)
     out = serve(llm, [[1, 2, 3]], params)[0]
     c = out.outputs[0]
     assert c.token_ids == list(range(3, 23))

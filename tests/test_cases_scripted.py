@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from driving import completions, serve, speculate, token_ids
 
+from driving import completions, serve, speculate, token_ids
 from sparsespec import LLM, CompletionOutput, SamplingParams
 from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.loader.loaded import LoadedModel

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from driving import assert_idle, speculate
+from itertools import pairwise
 
+import pytest
+
+from driving import assert_idle, speculate
 from sparsespec import LLM, CompletionOutput, SamplingParams
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.testing import scripted
@@ -50,7 +52,7 @@ def stream(llm: LLM, prompt: list[int], params: SamplingParams) -> CompletionOut
         last = output.outputs[0]
         texts.append(last.text)
     assert last is not None
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     return last
 
 

@@ -15,23 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driving import completions, serve
-from reference import Reference
-from stat_utils import BROKEN, SOUND, chi_square
 from torch import Tensor
 
+from driving import completions, serve
+from reference import Reference
 from sparsespec import LLM, SamplingParams
 from sparsespec.config.engine import LoadConfig
 from sparsespec.loader import load_model
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.runner import decide
+from sparsespec.sampling.rng import inverse_cdf
 from sparsespec.sampling.sampler import Sampler
 from sparsespec.testing import override_drafts, tiny_qwen3
 from sparsespec.verify.result import VerifyResult
+from stat_utils import BROKEN, SOUND, chi_square
 
 V = 16
 TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
-PROMPT = np.random.default_rng(0).integers(0, V, 24).tolist()
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = np.random.default_rng(0).integers(0, V, 12).tolist()
 MODES = (  # test seed, drafts a round, entries that they see, schedule
     (0, 3, 1, "lockstep"), (1, 4, 2, "unified"), (2, 2, 1, "lockstep"))
 
@@ -42,7 +45,7 @@ def model() -> LoadedModel:
 
 
 def path() -> Any:
-    return tiny_qwen3(3, vocab_size=V, max_position_embeddings=128)
+    return tiny_qwen3(6, vocab_size=V, max_position_embeddings=128)
 
 
 @cache
@@ -61,15 +64,15 @@ def joint(change: Callable[[Tensor], Tensor]) -> Tensor:
     return (first.view(V, 1, 1) * second.view(V, V, 1) * third.view(V, V, V)).flatten()
 
 
-def sample(params: list[SamplingParams], seed: int, k: int, budget: int, schedule: str, drafts: Callable[[str, int], int] | None = None,
-           **settings: Any) -> list[Tensor]:
+def sample(params: list[SamplingParams], seed: int, k: int, budget: int, schedule: str,
+           drafts: Callable[[str, int], int] | None = None) -> list[Tensor]:
     """Three tokens of every completion, one number each: int64 [n] a request. All run in one engine and share its batches."""
     config = {"num_speculative_tokens": k, "min_budget": budget, "sparse_attn_ratio": 0.0, "adaptive": False, "schedule": schedule}
     llm = LLM(model(), max_num_seqs=256, kv_cache_tokens=256 * 48, max_num_batched_tokens=8192, seed=seed,
-              speculative_config={**config, **settings})
+              speculative_config=config)
     if drafts is None:
         outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
-        assert 0.1 < llm.stats()["num_accepted_tokens"] / llm.stats()["num_draft_tokens"] < 0.9  # sparse enough to matter
+        assert llm.stats()["num_accepted_tokens"] > 0.1 * llm.stats()["num_draft_tokens"] > 100
     else:
         with override_drafts(llm, drafts):
             outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
@@ -77,23 +80,25 @@ def sample(params: list[SamplingParams], seed: int, k: int, budget: int, schedul
     return [torch.tensor([c.token_ids[:3] for c in o.outputs]) @ place for o in outputs]
 
 
-def p_values(n: int, mode: tuple[int, int, int, str], seeded: bool, **settings: Any) -> list[float]:
-    """By temperature, for n draws each. Asserts on the way that greedy neighbours get the greedy tokens."""
+def p_values(n: int, mode: tuple[int, int, int, str], seeded: bool, temperatures: tuple[float, ...] = TEMPERATURES,
+             copies: int = 1) -> list[float]:
+    """By temperature, for `copies` requests of n draws each. Asserts on the way that greedy neighbours get the greedy tokens."""
     seed, k, budget, schedule = mode
-    params = [SamplingParams(temperature=t, n=n, max_tokens=k + 2, seed=10**6 * (5 * seed + i) if seeded else None)
-              for i, t in enumerate(TEMPERATURES)]
-    greedy = SamplingParams(temperature=0, n=8, max_tokens=k + 2)
-    *drawn, best = sample([*params[:2], *params[2:], greedy], seed, k, budget, schedule, **settings)
+    each = [t for t in temperatures for _ in range(copies)]
+    params = [SamplingParams(temperature=t, n=n, max_tokens=k + 2, seed=10**6 * (10 * seed + i) if seeded else None)
+              for i, t in enumerate(each)]
+    *drawn, best = sample([*params, SamplingParams(temperature=0, n=8, max_tokens=k + 2)], seed, k, budget, schedule)
     first, second, third = (x.argmax(-1) for x in next_logits())
     one, two = int(first[0]), int(second[first[0]])
     assert best.unique().tolist() == [V * V * one + V * two + int(third[V * one + two])]
-    return [chi_square(d, joint(lambda x, t=t: x / t)) for d, t in zip(drawn, TEMPERATURES, strict=True)]  # type: ignore[misc]
+    return [chi_square(torch.cat(drawn[i * copies:(i + 1) * copies]), joint(lambda x, t=t: x / t))  # type: ignore[misc]
+            for i, t in enumerate(temperatures)]
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_t04_every_request_has_its_own_temperature(mode: tuple[int, int, int, str], seeded: bool) -> None:
-    assert min(p_values(1500, mode, seeded)) >= SOUND
+    assert min(p_values(1000, mode, seeded)) >= SOUND
 
 
 @pytest.mark.slow
@@ -101,9 +106,7 @@ def test_t04_every_request_has_its_own_temperature(mode: tuple[int, int, int, st
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_t04_with_20_000_draws(mode: tuple[int, int, int, str], seeded: bool) -> None:
-    for _ in range(2):  # 10 000 at once is less than n may be
-        assert min(p_values(10_000, mode, seeded)) >= SOUND
-        mode = (mode[0] + 10, *mode[1:])
+    assert min(p_values(10_000, mode, seeded, copies=2)) >= SOUND
 
 
 @pytest.mark.parametrize("seeded", [False, True])
@@ -124,57 +127,59 @@ def test_truncation_and_bias_on_both_sides(seeded: bool) -> None:
         ({"top_k": 4}, lambda x: keep(x, x < x.topk(4).values[:, -1:])), ({"top_p": 0.8}, top_p),
         ({"min_p": 0.1}, lambda x: keep(x, x < x.amax(-1, keepdim=True) + math.log(0.1))),
         ({"logit_bias": {3: 2.0, 5: -1.0}}, bias)]
-    params = [SamplingParams(n=1500, max_tokens=5, seed=10**6 * i if seeded else None, **kw) for i, (kw, _) in enumerate(wanted)]
+    params = [SamplingParams(n=1000, max_tokens=5, seed=10**6 * i if seeded else None, **kw) for i, (kw, _) in enumerate(wanted)]
     for drawn, (kw, change) in zip(sample(params, 0, 3, 1, "lockstep"), wanted, strict=True):
         assert chi_square(drawn, joint(change)) >= SOUND, kw
-        assert chi_square(drawn, joint(lambda x: x)) < BROKEN, kw
+        assert chi_square(drawn, joint(lambda x: x)) < SOUND, kw
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_forced_drafts_do_not_bend_the_distribution(seeded: bool) -> None:
     """Drafts from elsewhere count as certain, and verification allows for it."""
-    params = [SamplingParams(temperature=t, n=1500, max_tokens=5, seed=10**6 * i if seeded else None) for i, t in enumerate((0.7, 1.5))]
-    for drawn, t in zip(sample(params, 4, 3, 1, "lockstep", lambda request_id, position: position % V), (0.7, 1.5), strict=True):
+    temperatures = (0.7, 1.5)
+    params = [SamplingParams(temperature=t, n=1500, max_tokens=5, seed=10**6 * i if seeded else None)
+              for i, t in enumerate(temperatures)]
+    outputs = sample(params, 4, 3, 1, "lockstep", lambda request_id, position: position % V)
+    for drawn, t in zip(outputs, temperatures, strict=True):
         assert chi_square(drawn, joint(lambda x, t=t: x / t)) >= SOUND  # type: ignore[misc]
 
 
 # -- samplers broken on purpose ----------------------------------------------------------------------------------------
 
-
-def accept_always(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, residual: Tensor, bonus: Tensor) -> VerifyResult:
-    return decide_rejection(drafts, count, p, q, torch.full_like(accept, 1e-300), residual, bonus)
+sound_rejection, sound_match = decide.rejection, decide.match
 
 
-def no_residual(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, residual: Tensor, bonus: Tensor) -> VerifyResult:
+def accept_always(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, *u: Tensor) -> VerifyResult:
+    return sound_rejection(drafts, count, p, q, torch.full_like(accept, 1e-300), *u)
+
+
+def no_residual(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, *u: Tensor) -> VerifyResult:
     """Draws from p where a draft was rejected."""
-    result = decide_rejection(drafts, count, p, q, accept, residual, bonus)
-    own = decide_rejection(drafts, torch.zeros_like(count), p[torch.arange(len(p)), result.num_accepted][:, None].expand_as(p), q, accept,
-                           residual, residual.gather(1, result.num_accepted.clamp(max=residual.shape[1] - 1)[:, None]).squeeze(1))
-    rejected = result.num_accepted < count
-    tokens = result.tokens.clone()
-    row = rejected.nonzero().squeeze(1)
-    tokens[row, result.num_accepted[row]] = own.tokens[row, 0]
-    return VerifyResult(tokens, result.num_emitted, result.num_accepted)
+    result = sound_rejection(drafts, count, p, q, accept, *u)
+    row = torch.arange(len(drafts))
+    result.tokens[row, result.num_accepted] = inverse_cdf(p[row, result.num_accepted], u[-1])
+    return result
 
 
-def drafts_called_certain(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, residual: Tensor, bonus: Tensor) -> VerifyResult:
-    return decide_rejection(drafts, count, p, None, accept, residual, bonus)
+def tolerant(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, *u: Tensor) -> VerifyResult:
+    """Accepts more than it may, and draws from the right residual."""
+    return sound_rejection(drafts, count, p, q, accept / 2, *u)
 
 
-def residual_from_the_same_number(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, residual: Tensor,
-                                  bonus: Tensor) -> VerifyResult:
-    """Reuses the number that rejected the draft."""
-    return decide_rejection(drafts, count, p, q, accept, accept, bonus)
+def certain(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, *u: Tensor) -> VerifyResult:
+    """Treats drafts as certain, which accepts less and is as sound."""
+    return sound_rejection(drafts, count, p, None, accept, *u)
 
 
-decide_rejection = decide.rejection
-decide_match = decide.match
-
-
-@pytest.mark.parametrize("broken", [accept_always, no_residual, drafts_called_certain, residual_from_the_same_number])
+@pytest.mark.parametrize("broken", [accept_always, no_residual, tolerant])
 def test_a_broken_rejection_sampler_fails(broken: Callable[..., VerifyResult], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decide, "rejection", broken)
-    assert min(p_values(1500, MODES[0], seeded=False)) < BROKEN
+    assert min(p_values(1500, MODES[0], False, (0.3, 0.7))) < BROKEN
+
+
+def test_drafts_called_certain_are_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decide, "rejection", certain)
+    assert min(p_values(1500, MODES[0], False, (0.3, 0.7))) >= SOUND
 
 
 def test_a_drafter_that_ignores_the_temperature_is_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,28 +202,26 @@ def test_a_drafter_that_ignores_the_temperature_is_no_harm(monkeypatch: pytest.M
 
     monkeypatch.setattr(Sampler, "truncated_logits", hot)
     monkeypatch.setattr(decide.Decider, "draft", mark)
-    assert min(p_values(1500, MODES[0], seeded=False)) >= SOUND
+    assert min(p_values(1500, MODES[0], False, (0.3, 0.7))) >= SOUND
 
 
 def test_a_target_that_ignores_the_temperature_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     truncated = Sampler.truncated_logits
     monkeypatch.setattr(Sampler, "truncated_logits", lambda *args: truncated(*args) * 0.8)
     for seeded in (False, True):
-        assert max(p_values(1500, MODES[0], seeded)) < BROKEN
+        assert max(p_values(1500, MODES[0], seeded, (0.7, 1.5))) < BROKEN
 
 
 def test_a_broken_coupled_sampler_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeded requests that take every draft follow the sparse drafter and not the target."""
     def accept_drafts(drafts: Tensor, count: Tensor, target: Tensor) -> VerifyResult:
-        return decide_match(drafts, count, torch.cat((drafts, target.gather(1, count[:, None])), 1))
+        return sound_match(drafts, count, torch.cat((drafts, target.gather(1, count[:, None])), 1))
 
     monkeypatch.setattr(decide, "match", accept_drafts)
-    params = [SamplingParams(temperature=t, n=1500, max_tokens=5, seed=10**6 * i) for i, t in enumerate(TEMPERATURES)]
-    llm = LLM(model(), max_num_seqs=256, kv_cache_tokens=256 * 48, max_num_batched_tokens=8192, speculative_config={
-        "num_speculative_tokens": 3, "min_budget": 1, "sparse_attn_ratio": 0.0, "adaptive": False, "schedule": "lockstep"})
-    outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
-    drawn = [torch.tensor([c.token_ids[:3] for c in o.outputs]) @ torch.tensor([V * V, V, 1]) for o in outputs]
-    assert min(chi_square(d, joint(lambda x, t=t: x / t)) for d, t in zip(drawn, TEMPERATURES, strict=True)) < BROKEN  # type: ignore[misc]
+    temperatures = (0.3, 0.7)
+    params = [SamplingParams(temperature=t, n=1500, max_tokens=5, seed=10**6 * i) for i, t in enumerate(temperatures)]
+    drawn = sample(params, 0, 3, 1, "lockstep")
+    assert min(chi_square(d, joint(lambda x, t=t: x / t)) for d, t in zip(drawn, temperatures, strict=True)) < BROKEN  # type: ignore[misc]
 
 
 def test_seeded_requests_with_one_seed_agree_and_others_do_not() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from driving import assert_idle, serve, speculate, token_ids
 from reference import tiny_path
-
 from sparsespec import (
     LLM,
     BatchError,
@@ -42,7 +42,8 @@ def assert_names(error: InvalidValueError, field: str, value: Any = None) -> Non
 
 
 def engine(tiny_models: dict[str, LoadedModel], **settings: Any) -> LLM:
-    return LLM(tiny_models["llama"], **{"kv_cache_tokens": 1024, "max_model_len": 160, "speculative_config": speculate(4), **settings})
+    defaults = {"kv_cache_tokens": 1024, "max_model_len": 160, "speculative_config": speculate(4)}
+    return LLM(tiny_models["llama"], **{**defaults, **settings})
 
 
 # -- model files -----------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def test_nan_in_the_logits_of_one_request(at: int, k: int) -> None:
     """It ends with an error after the tokens that were still good; the others of its batches never notice."""
     loaded = scripted(lambda token, position: None if token == 100 + at else (token + 1) % 256)
     llm = LLM(loaded, kv_cache_tokens=1024, max_model_len=128, speculative_config=speculate(k))
-    params = [SamplingParams(temperature=t, max_tokens=30) for t in (0, 0, 1.0)] + [SamplingParams(temperature=0.7, seed=1, max_tokens=30)]
+    params = [SamplingParams(temperature=t, seed=seed, max_tokens=30) for t, seed in ((0, None), (0, None), (1.0, None), (0.7, 1))]
     with pytest.raises(BatchError) as info:
         llm.generate([[7, 8, 10], [7, 8, 100], [9, 150], [200]], params, use_tqdm=False)
     assert list(info.value.errors) == [1]

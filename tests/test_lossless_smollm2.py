@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+
 from driving import serve, speculate, token_ids
 from reference import PROMPTS, Reference
-
 from sparsespec import LLM, SamplingParams
 from sparsespec.loader.loaded import LoadedModel
 

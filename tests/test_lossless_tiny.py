@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from driving import serve, speculate, token_ids
 from reference import Reference, tiny_path
-
 from sparsespec import LLM, SamplingParams
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.testing import force_preemption, poison_free_pages, running_requests, tiny_model
@@ -22,7 +22,8 @@ DRAFTS, RATIOS = (1, 4, 8, 16), (0.05, 0.3, 1.0)
 PAGES, SCHEDULES, BATCHES = (1, 16), ("unified", "lockstep"), (1, 3, 8)
 
 
-def run_cell(loaded: LoadedModel, cases: list[tuple[list[int], list[int]]], tokens: int, batch: int, **settings: Any) -> dict[str, Any]:
+def run_cell(loaded: LoadedModel, cases: list[tuple[list[int], list[int]]], tokens: int, batch: int,
+             **settings: Any) -> dict[str, Any]:
     """Serve the last `batch` cases with staggered arrivals; asserts their ids and gives the counters."""
     chosen = cases[-batch:]
     llm = LLM(loaded, kv_cache_tokens=2048, max_model_len=256, max_num_seqs=batch, **settings)
@@ -112,7 +113,7 @@ def test_memory_that_nobody_owns_is_never_read(k: int, page: int, tiny_models: d
     """All free pages hold NaN before every step, so that reading one would show."""
     cases = tiny_cases["llama"]
     llm = LLM(tiny_models["llama"], kv_cache_tokens=2048, max_model_len=256, page_size=page, speculative_config=speculate(k))
-    for i, (prompt, ids) in enumerate(cases):
+    for i, (prompt, _) in enumerate(cases):
         llm.engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=8 * (i + 1)))
     done, poisoned = {}, 0
     while llm.engine.has_work():
@@ -126,7 +127,8 @@ def test_memory_that_nobody_owns_is_never_read(k: int, page: int, tiny_models: d
 def test_preemption_forced_at_random(k: int, tiny_models: dict[str, LoadedModel], tiny_cases: Cases) -> None:
     """Requests are taken off the device in the middle of prompts, drafts and between rounds, and lose nothing."""
     cases = tiny_cases["qwen2"]
-    llm = LLM(tiny_models["qwen2"], kv_cache_tokens=2048, max_model_len=256, max_num_batched_tokens=64, speculative_config=speculate(k))
+    llm = LLM(tiny_models["qwen2"], kv_cache_tokens=2048, max_model_len=256, max_num_batched_tokens=64,
+              speculative_config=speculate(k))
     rng = np.random.default_rng(k)
     for i, (prompt, _) in enumerate(cases):
         llm.engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=64))
@@ -146,7 +148,8 @@ def test_preemption_forced_at_random(k: int, tiny_models: dict[str, LoadedModel]
                          "original_max_position_embeddings": 64}},
     {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1, "head_dim": 32},
+    {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"num_kv_heads": 4},
+    {"num_kv_heads": 1, "head_dim": 32},
 ], ids=lambda c: "-".join(str(v.get("rope_type") if isinstance(v, dict) else f"{k}={v}") for k, v in c.items()))
 def test_variants_of_llama(change: dict[str, Any]) -> None:
     """RoPE kinds, tied heads, biases and head counts, all against Hugging Face."""
