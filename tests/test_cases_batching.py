@@ -16,8 +16,7 @@ from sparsespec.loader.loaded import LoadedModel
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("k", [0, 4, 8])
+@pytest.mark.parametrize(("k", "page"), [(0, 16), (4, 16), (8, 1)])
 def test_t22_output_is_complete_after_preemption(k: int, page: int, tiny_models: dict[str, LoadedModel]) -> None:
     """8 requests of 200 tokens in a pool for about 2.5 of them: greedy, seeded and unseeded."""
     prompts = [p[:30] for p in tiny_prompts(16, seed=10) if len(p) >= 30][:8]
@@ -84,10 +83,10 @@ def check_invariance(loaded: LoadedModel, prompt: list[int], others: list[list[i
 def test_t48_deterministic_mode_is_bitwise(kind: str) -> None:
     loaded = load_model(LoadConfig(model=str(tiny_path(kind)), skip_tokenizer_init=True, device="cpu"), deterministic=True)
     prompt, *others = tiny_prompts(9, seed=11)
-    check_invariance(loaded, prompt, others, 48, (0, 4, 8), 100)
+    check_invariance(loaded, prompt, others, 32, (0, 4, 8), 100)
 
 
 def test_t48_deterministic_mode_is_bitwise_on_smollm2() -> None:
     loaded = load_model(LoadConfig(dtype="float32", device="cpu"), deterministic=True)
-    prompt, *others = [loaded.tokenizer(p)["input_ids"] * 3 for p in PROMPTS[:9]]
-    check_invariance(loaded, prompt, others, 16, (0, 4), 64)
+    prompt, *others = [loaded.tokenizer(p)["input_ids"] * 2 for p in PROMPTS[:9]]
+    check_invariance(loaded, prompt, others, 12, (0, 4), 64)

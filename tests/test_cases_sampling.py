@@ -26,21 +26,21 @@ def tiny(loaded: dict[str, LoadedModel], k: int, **settings: object) -> LLM:
 # -- T6 --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_t06_bias_reaches_every_token(temperature: float, smol: LoadedModel) -> None:
-    """-100 on " the" keeps it out of 200 tokens; +100 makes every token it."""
+def test_t06_bias_reaches_every_token(smol: LoadedModel) -> None:
+    """-100 on " the" keeps it out of 200 tokens; +100 makes every token it. Greedy and at temperature 1, in one batch."""
     the = smol.tokenizer(" the")["input_ids"]
     assert len(the) == 1
-    llm = LLM(smol, kv_cache_tokens=2048, max_model_len=512, max_num_seqs=4, speculative_config=speculate(8))
+    llm = LLM(smol, kv_cache_tokens=2048, max_model_len=512, max_num_seqs=6, speculative_config=speculate(4))
     prompt = smol.tokenizer("In the middle of the night the king of the forest saw that the moon and the")["input_ids"]
-    bias = [{the[0]: -100.0}, {the[0]: 100.0}, None]
-    params = [SamplingParams(temperature=temperature, max_tokens=200 if b else 60, ignore_eos=True, logit_bias=b) for b in bias]
-    without, only, free = token_ids(serve(llm, [prompt] * 3, params, [0, 1, 3]))
-    assert len(without) == 200
-    assert the[0] not in without
-    assert only == the * 200
-    assert the[0] in free
-    assert llm.stats()["num_accepted_tokens"] > 0
+    settings = [(t, b) for t in (0.0, 1.0) for b in ({the[0]: -100.0}, {the[0]: 100.0}, None)]
+    params = [SamplingParams(temperature=t, max_tokens=200 if b else 60, ignore_eos=True, logit_bias=b) for t, b in settings]
+    out = token_ids(serve(llm, [prompt] * 6, params, [0, 1, 3, 0, 5, 2]))
+    for without, only, free in (out[:3], out[3:]):
+        assert len(without) == 200
+        assert the[0] not in without
+        assert only == the * 200
+        assert the[0] in free
+    assert 0 < llm.stats()["num_accepted_tokens"] < llm.stats()["num_draft_tokens"]
 
 
 def below_min_p(outputs: list[CompletionOutput], min_p: float) -> int:

@@ -64,7 +64,12 @@ class LLM:
                 self.engine.add_request(ids[-1], prompt, p)
             except SparseSpecError as error:
                 errors[index] = error
-        done = self._run(ids, len(items) - len(errors), use_tqdm)
+        try:
+            done = self._run(ids, len(items) - len(errors), use_tqdm)
+        except BaseException:  # an interrupt included: nothing of this call may stay in the engine
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
         outputs = [done.get(i) for i in ids]
         errors.update({i: o.error for i, o in enumerate(outputs) if o is not None and o.error is not None})
         if errors and not many:
