@@ -89,8 +89,7 @@ def test_adaptive(kind: str, tiny_models: dict[str, LoadedModel], tiny_cases: Ca
     assert 0 < llm.stats()["num_accepted_tokens"] < llm.stats()["num_draft_tokens"]
 
 
-@pytest.mark.parametrize("score_rows", ["all", "accepted"])
-@pytest.mark.parametrize("chunk", [1, 7, 33])
+@pytest.mark.parametrize(("chunk", "score_rows"), [(1, "all"), (7, "accepted"), (33, "all"), (33, "accepted")])
 def test_prefill_in_chunks(chunk: int, score_rows: str, tiny_models: dict[str, LoadedModel], tiny_cases: Cases) -> None:
     """Prompts cut into chunks, mixed with the drafts and verifications of others."""
     for kind in KINDS:

@@ -17,7 +17,8 @@ from sparsespec.scheduler.scheduler import Scheduler
 
 
 def request(name: str, prompt: int, output: int, stop: frozenset[int] = frozenset()) -> Request:
-    return Request(name, list(range(1, prompt + 1)), SamplingParams(max_tokens=output), 0, False, prompt + output, stop, frozenset())
+    ids = list(range(1, prompt + 1))
+    return Request(name, ids, SamplingParams(max_tokens=output), 0, False, prompt + output, stop, frozenset())
 
 
 def scheduler(*, slots: int = 8, k: int = 4, pages: int = 4096, max_rows: int = 64, schedule: str = "unified",
@@ -197,7 +198,7 @@ def test_stop_ids_end_a_block_where_they_stand() -> None:
             plan = s.schedule()
             assert plan is not None
             while not plan.emit.any():
-                s.commit(plan, StepResult(np.zeros(0, np.int32), np.zeros((0, 1), np.int64), np.zeros(0, np.int32), np.zeros(0, bool)))
+                s.commit(plan, device(plan, np.random.default_rng(0)))
                 plan = s.schedule()
                 assert plan is not None
             width = int(plan.drafted[0]) + 1
