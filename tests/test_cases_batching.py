@@ -14,8 +14,9 @@ from sparsespec.config.engine import LoadConfig
 from sparsespec.loader import load_model
 from sparsespec.loader.loaded import LoadedModel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-@pytest.mark.usefixtures("one_thread")
+
 @pytest.mark.parametrize(("k", "page"), [(0, 16), (4, 16), (8, 1)])
 def test_t22_output_is_complete_after_preemption(k: int, page: int, tiny_models: dict[str, LoadedModel]) -> None:
     """8 requests of 200 tokens in a pool for about 2.5 of them: greedy, seeded and unseeded."""
@@ -37,7 +38,6 @@ def test_t22_output_is_complete_after_preemption(k: int, page: int, tiny_models:
             assert c.token_ids == ids, i
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_requests_that_fit_one_at_a_time(tiny_models: dict[str, LoadedModel], tiny_cases: dict[str, Any]) -> None:
     """A pool that holds a single request: the others wait, nothing is lost, and reserving ahead needs no preemption."""
     cases = tiny_cases["llama"]
@@ -78,7 +78,6 @@ def check_invariance(loaded: LoadedModel, prompt: list[int], others: list[list[i
             assert 0 < llm.stats()["num_accepted_tokens"] < llm.stats()["num_draft_tokens"]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_t48_deterministic_mode_is_bitwise(kind: str) -> None:
     loaded = load_model(LoadConfig(model=str(tiny_path(kind)), skip_tokenizer_init=True, device="cpu"), deterministic=True)

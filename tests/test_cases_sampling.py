@@ -16,6 +16,8 @@ from sparsespec.loader.loaded import LoadedModel
 from sparsespec.testing import scripted
 from stat_utils import BROKEN, SOUND, chi_square
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = {"kv_cache_tokens": 16384, "max_model_len": 256}
 
 
@@ -54,7 +56,6 @@ def below_min_p(outputs: list[CompletionOutput], min_p: float) -> int:
     return count
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seeded", [False, True])
 def test_t06_min_p_holds_for_every_token(seeded: bool, tiny_models: dict[str, LoadedModel]) -> None:
     """64 requests of 128 tokens never go below 0.2 of the most likely; without min_p they do."""
@@ -78,7 +79,6 @@ def test_t06_min_p_on_smollm2(smol: LoadedModel) -> None:
     assert below_min_p(out, 0.2) == 0
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_setting_reaches_every_token(temperature: float, tiny_models: dict[str, LoadedModel]) -> None:
     """Allowed ids, penalties and top_k in one batch, each its own request's alone; greedy ones equal plain decoding's."""
@@ -103,7 +103,6 @@ def test_each_setting_reaches_every_token(temperature: float, tiny_models: dict[
 # -- T9 and T10 ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("k", [0, 4, 8])
 def test_t09_a_seed_fixes_the_text(k: int, tiny_models: dict[str, LoadedModel]) -> None:
     """Alone, and with 7 neighbours in 5 arrival orders; and the same for every k and budget."""
@@ -128,7 +127,6 @@ def test_t09_a_seed_fixes_the_text(k: int, tiny_models: dict[str, LoadedModel]) 
             assert token_ids(serve(other, [prompt], mine))[0] == wanted
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_t09_completions_of_one_seeded_prompt_differ(tiny_models: dict[str, LoadedModel]) -> None:
     llm = tiny(tiny_models, 4)
     prompt = tiny_prompts(1, seed=6)[0]
@@ -140,7 +138,6 @@ def test_t09_completions_of_one_seeded_prompt_differ(tiny_models: dict[str, Load
     assert [c.token_ids for c in again.outputs] == texts
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("k", [0, 4])
 def test_t10_unseeded_requests_share_no_stream(k: int, tiny_models: dict[str, LoadedModel]) -> None:
     """64 serial requests for the same prompt give at least 60 different outputs."""
@@ -151,7 +148,6 @@ def test_t10_unseeded_requests_share_no_stream(k: int, tiny_models: dict[str, Lo
     assert len(seen) >= 60
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_t10_first_tokens_follow_the_distribution(seed: int, tiny_models: dict[str, LoadedModel]) -> None:
     prompt = tiny_prompts(1, seed=7)[0][:6]
@@ -177,7 +173,6 @@ def truncated(logits: Tensor, temperature: float, top_k: int, top_p: float) -> T
     return x.masked_fill(cut, -torch.inf).log_softmax(-1)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("k", [0, 4])
 def test_t21_logprobs_are_the_models(k: int, mode: str, tiny_models: dict[str, LoadedModel]) -> None:
@@ -209,7 +204,6 @@ def test_t21_logprobs_are_the_models(k: int, mode: str, tiny_models: dict[str, L
     assert (cut > 0) is (mode == "processed_logprobs")
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_t21_a_gap_of_200_stays_finite(mode: str, temperature: float) -> None:
@@ -229,7 +223,6 @@ def test_t21_a_gap_of_200_stays_finite(mode: str, temperature: float) -> None:
     assert c.cumulative_logprob == pytest.approx(0.0, abs=1e-4)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_prompt_logprobs_are_the_models(tiny_models: dict[str, LoadedModel]) -> None:
     """In chunks of a few tokens, with others decoding beside."""
     prompts = tiny_prompts(3, seed=9)
