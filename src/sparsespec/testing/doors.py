@@ -40,8 +40,7 @@ def _engine(llm: LLM | Engine) -> Engine:
 def override_drafts(llm: LLM | Engine, override: DraftOverride) -> Iterator[None]:
     """While open, drafts are what `override` says. A position is an index in the request's sequence, prompt included.
 
-    Only greedy requests and those with a seed of their own: rejection sampling holds for drafts drawn from the draft's
-    distribution, and not for others.
+    It holds for every request: under rejection sampling an overridden draft counts as a proposal that was certain.
     """
     runner = _engine(llm).runner
     before, runner.draft_override = runner.draft_override, override
