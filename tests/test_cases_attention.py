@@ -90,7 +90,7 @@ def test_t32_full_views_of_one_to_nine_queries(backend: type[AttentionBackend], 
     entries = np.concatenate([s.pages.positions_to_entries(i, np.arange(low, high)) for i, low, high in spans])
     scores: dict[tuple[int, int], Tensor] = {}
     subject = backend(CONFIG, s.pool)
-    subject.plan(AttentionBatch(torch.from_numpy(entries), None, items, lambda layer, i, p: scores.update({(layer, i): p.clone()})))
+    subject.plan(AttentionBatch(torch.from_numpy(entries), [], items, lambda layer, i, p: scores.update({(layer, i): p.clone()})))
     for layer in range(CONFIG.num_layers):
         k, v = (torch.cat([x[i][layer, low:high] for i, low, high in spans]) for x in (s.keys, s.values))
         out = subject.run(layer, q[layer], k, v).view(first, CONFIG.num_heads, -1)
@@ -133,10 +133,10 @@ def test_t32_sparse_views_see_the_selection_and_the_tail(backend: type[Attention
         s.fill(slot, 0, lengths[slot] - 1)
     slots = rng.permutation(len(lengths)).astype(np.int32)
     last = np.array(lengths)[slots] - 1
-    group = store.group(slots, last.astype(np.int64), s.pages)
+    view = store.view(slice(0, len(slots)), slots, last, s.pages, s.pool, torch.from_numpy(s.pages.pages))
     entries = np.concatenate([s.pages.positions_to_entries(i, np.array([p])) for i, p in zip(slots, last, strict=True)])
     subject = backend(CONFIG, s.pool)
-    subject.plan(AttentionBatch(torch.from_numpy(entries), group, []))
+    subject.plan(AttentionBatch(torch.from_numpy(entries), [view], []))
     q = torch.randn(CONFIG.num_layers, len(slots), CONFIG.num_heads, CONFIG.head_dim, generator=generator)
     for layer in range(CONFIG.num_layers):
         k, v = (torch.stack([x[i][layer, p] for i, p in zip(slots, last, strict=True)]) for x in (s.keys, s.values))
@@ -159,12 +159,12 @@ def test_t32_drafts_and_verifications_share_a_batch(seed: int) -> None:
     store.put(0, 30, picked)
     for slot, end in ((0, 36), (1, 17), (2, 0)):
         s.fill(slot, 0, end)
-    group = store.group(np.array([0], np.int32), np.array([36]), s.pages)
+    view = store.view(slice(0, 1), np.array([0]), np.array([36]), s.pages, s.pool, torch.from_numpy(s.pages.pages))
     items = [DenseItem(1, 5, 22, s.pages.runs(1, 22)), DenseItem(6, 41, 41, s.pages.runs(2, 41))]
     places = [(0, range(36, 37)), (1, range(17, 22)), (2, range(41))]
     entries = np.concatenate([s.pages.positions_to_entries(i, np.array(p)) for i, p in places])
     subject = TorchBackend(CONFIG, s.pool)
-    subject.plan(AttentionBatch(torch.from_numpy(entries), group, items))
+    subject.plan(AttentionBatch(torch.from_numpy(entries), [view], items))
     q = torch.randn(47, CONFIG.num_heads, CONFIG.head_dim, generator=torch.Generator().manual_seed(seed))
     for layer in range(CONFIG.num_layers):
         k, v = (torch.cat([x[i][layer, list(p)] for i, p in places]) for x in (s.keys, s.values))
@@ -185,7 +185,7 @@ def test_t48_a_row_alone_and_among_others(length: int) -> None:
     def run(of: Sequences, start: int, end: int) -> Tensor:
         subject = DeterministicBackend(CONFIG, of.pool)
         entries = torch.from_numpy(of.pages.positions_to_entries(0, np.arange(start, end)))
-        subject.plan(AttentionBatch(entries, None, [DenseItem(0, end - start, end, of.pages.runs(0, end))]))
+        subject.plan(AttentionBatch(entries, [], [DenseItem(0, end - start, end, of.pages.runs(0, end))]))
         return subject.run(0, q[start:end], of.keys[0][0, start:end], of.values[0][0, start:end])
 
     whole = run(s, 0, length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -81,8 +81,8 @@ def test_adaptive(kind: str, tiny_models: dict[str, LoadedModel], tiny_cases: Ca
     for k, batch in ((8, 8), (4, 3)):
         run_cell(tiny_models[kind], tiny_cases[kind], 64, batch, speculative_config=speculate(k, adaptive=True))
     llm = LLM(tiny_models[kind], kv_cache_tokens=2048, max_model_len=256, speculative_config=speculate(8))
-    lengths = iter([8, 3, 0, 0, 1, 8, 2, 0, 5] * 1000)
-    llm.engine.scheduler.draft_length = lambda: next(lengths)
+    lengths = cycle([8, 3, 0, 0, 1, 8, 2, 0, 5])
+    llm.engine.scheduler.draft_length = lambda policy: next(lengths)
     cases = tiny_cases[kind]
     outputs = serve(llm, [p for p, _ in cases], SamplingParams(temperature=0, max_tokens=64))
     assert token_ids(outputs) == [ids for _, ids in cases]

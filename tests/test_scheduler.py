@@ -9,23 +9,25 @@ from hypothesis import strategies as st
 
 from sparsespec.config.engine import SchedulerConfig
 from sparsespec.core.plan import StepPlan, StepResult
-from sparsespec.core.request import Request
+from sparsespec.core.request import DraftTraits, Request
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.kv.table import PageTable
 from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Scheduler
 
+SELECTS = DraftTraits(0, 64, selects=True)
 
-def request(name: str, prompt: int, output: int, stop: frozenset[int] = frozenset()) -> Request:
+
+def request(name: str, prompt: int, output: int, stop: frozenset[int] = frozenset(), traits: DraftTraits = SELECTS) -> Request:
     ids = list(range(1, prompt + 1))
-    return Request(name, ids, SamplingParams(max_tokens=output), 0, False, prompt + output, stop, frozenset())
+    return Request(name, ids, SamplingParams(max_tokens=output), 0, False, prompt + output, stop, frozenset(), traits=traits)
 
 
 def scheduler(*, slots: int = 8, k: int = 4, pages: int = 4096, max_rows: int = 64, schedule: str = "unified",
               reserve: bool = False) -> Scheduler:
     table = PageTable(slots, 4096, 4, pages)
-    return Scheduler(SchedulerConfig(max_num_seqs=slots), max_rows, table, make_phases(schedule, k, slots), k, lambda: k,
-                     needs_selection=True, reserve=reserve)
+    return Scheduler(SchedulerConfig(max_num_seqs=slots), max_rows, table, make_phases(schedule, k, slots), k,
+                     lambda policy: k, reserve=reserve)
 
 
 def device(plan: StepPlan, rng: np.random.Generator, rate: float = 0.7, token: int = 99) -> StepResult:

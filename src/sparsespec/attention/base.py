@@ -1,7 +1,7 @@
 """What every attention backend takes and gives.
 
 A batch is rows of queries in items. Each item sees its KV through a view: `DenseItem` all committed entries up to each
-row, `SparseGroup` per layer and KV head the selected entries and then the tail. Every row's own K and V are written
+row, `SparseRows` per layer and KV head the selected entries and then the tail. Every row's own K and V are written
 before anything is read.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from sparsespec.config.model import ModelConfig
@@ -36,25 +38,73 @@ class DenseItem:
     score_rows: int = 0
 
 
-@dataclass(frozen=True)
-class SparseGroup:
-    """The batch's first `count` rows, one an item.
+class Reselect(Protocol):
+    """A choice of entries that depends on the draft's own query (Quest, the oracle)."""
 
-    entries [layers, count, KV heads, width] int64 in the pool; valid, same shape, False where padding (its entry is a
-    legal one to read).
+    def __call__(self, layer: int, q: Tensor, rows: SparseRows) -> tuple[Tensor, Tensor]:
+        """(entries [n, KV heads, w] int64 in the pool, valid) for queries q [n, KV heads, group, D], scaled."""
+        ...
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """Rows that each see the selection of their request and then every position from its tail up to themselves.
+
+    rows: where they are in the batch. slots, last, tail [n] int64: each row's request, its own position and the first that
+    is always seen. positions [slots, layers, KV heads, width] int32 with counts [slots, layers, KV heads]: the selections
+    of all requests, of which these rows' are at most `width` wide. table [slots, pages] int32: a request's pages, so that
+    position p lies at entry table[p // page_size] * page_size + p % page_size. longest: entries of the longest tail.
     """
 
-    count: int
-    entries: Tensor
-    valid: Tensor
+    rows: Tensor | slice
+    slots: Tensor
+    last: Tensor
+    tail: Tensor
+    positions: Tensor
+    counts: Tensor
+    table: Tensor
+    page_size: int
+    width: int
+    longest: int
+    pool: KVPool
+    reselect: Reselect | None = None
+
+    def resolve(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """(entries [n, KV heads, w] int64 in the pool, valid): what each row sees in a layer; padding is a legal entry to read."""
+        if self.reselect is not None:
+            return self.reselect(layer, q, self)
+        entries, valid = self._all_layers
+        return entries[layer], valid[layer]
+
+    def entries(self, positions: Tensor) -> Tensor:
+        """Entries of positions [n, ...] of each row's request, same shape, int64."""
+        row = self.slots.view(-1, *(1,) * (positions.dim() - 1))
+        return self.table[row, positions // self.page_size].long() * self.page_size + positions % self.page_size
+
+    def tail_positions(self) -> tuple[Tensor, Tensor]:
+        """(positions [n, longest], valid) from each row's tail to itself."""
+        places = self.tail[:, None] + torch.arange(self.longest, device=self.tail.device)
+        return torch.minimum(places, self.last[:, None]), places <= self.last[:, None]
+
+    @cached_property
+    def _all_layers(self) -> tuple[Tensor, Tensor]:
+        """Entries and validity [layers, n, KV heads, width + longest] of every layer."""
+        chosen = self.positions[self.slots, :, :, :self.width].permute(1, 0, 2, 3).long()
+        layers, n, heads, _ = chosen.shape
+        tail, valid_tail = self.tail_positions()
+        valid = torch.arange(self.width, device=tail.device) < self.counts[self.slots].transpose(0, 1).unsqueeze(-1)
+        shape = (layers, n, heads, self.longest)
+        places = torch.cat((torch.where(valid, chosen, tail[:, None, :1]), tail[:, None].expand(shape)), -1)
+        entries = self.entries(places.transpose(0, 1)).transpose(0, 1)
+        return entries, torch.cat((valid, valid_tail[:, None].expand(shape)), -1)
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step: where each row's K and V go (entries [N] int64), and the views."""
+    """One step: where each row's K and V go (entries [N] int64), and the views. sparse: one part a way of selecting."""
 
     entries: Tensor
-    sparse: SparseGroup | None
+    sparse: list[SparseRows]
     dense: list[DenseItem]
     sink: ScoreSink | None = None
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsespec.attention.base import AttentionBackend, AttentionBatch, DenseItem
+from sparsespec.attention.base import AttentionBackend, AttentionBatch, DenseItem, SparseRows
 
 _MAX_SLICES = 8  # more runs than this are gathered
 _EXPLICIT_ROWS = 64  # more query rows than this go through PyTorch's fused attention
@@ -43,11 +43,7 @@ class TorchBackend(AttentionBackend):
             if not self._can_slice(item):
                 rest[item.rows].append(item)
         self._gathered = [g for items in rest.values() for g in self._groups(items)]
-        if batch.sparse is not None:
-            s = batch.sparse
-            heads = torch.arange(self.config.num_kv_heads, device=s.entries.device) * self.pool.entries
-            self._sparse_rows = (s.entries + heads[:, None]).flatten(1)  # rows of [KV heads · entries, D]
-            self._sparse_hidden = ~s.valid.unsqueeze(3)
+        self._head_offset = torch.arange(self.config.num_kv_heads, device=self.pool.device)[:, None] * self.pool.entries
 
     def _can_slice(self, item: DenseItem) -> bool:
         return self.pool.device.type == "cpu" and len(item.runs) <= _MAX_SLICES
@@ -77,25 +73,24 @@ class TorchBackend(AttentionBackend):
         rows = q.shape[0]
         q = q.to(self.pool.dtype).view(rows, c.num_kv_heads, c.group_size, c.head_dim) * self.scale
         out = torch.empty_like(q)
-        if self.batch.sparse is not None:
-            self._run_sparse(layer, q, out)
+        for part in self.batch.sparse:
+            out[part.rows] = self._attend_sparse(layer, q[part.rows], part)
         for item in self._sliced:
             self._run_sliced(layer, item, q, out)
         for group in self._gathered:
             self._run_gathered(layer, group, q, out)
         return out.view(rows, -1)
 
-    def _run_sparse(self, layer: int, q: Tensor, out: Tensor) -> None:
-        sparse = self.batch.sparse
-        if sparse is None:
-            return
-        shape = (sparse.count, self.config.num_kv_heads, -1, self.config.head_dim)
-        index = self._sparse_rows[layer]
+    def _attend_sparse(self, layer: int, q: Tensor, part: SparseRows) -> Tensor:
+        """Outputs like q [n, KV heads, group, D]."""
+        entries, valid = part.resolve(layer, q)
+        index = (entries + self._head_offset).flatten()  # rows of [KV heads · entries, D]
+        shape = (*entries.shape, self.config.head_dim)
         keys = self.pool.k(layer).flatten(0, 1).index_select(0, index).view(shape)
         values = self.pool.v(layer).flatten(0, 1).index_select(0, index).view(shape)
-        logits = q[:sparse.count] @ keys.transpose(-1, -2)
-        logits.masked_fill_(self._sparse_hidden[layer], -torch.inf)
-        torch.matmul(torch.softmax(logits, -1), values, out=out[:sparse.count])
+        logits = q @ keys.transpose(-1, -2)
+        logits.masked_fill_(~valid.unsqueeze(2), -torch.inf)
+        return torch.softmax(logits, -1) @ values
 
     def _run_sliced(self, layer: int, item: DenseItem, q: Tensor, out: Tensor) -> None:
         keys, values = self._slices(self.pool.k(layer), item), self._slices(self.pool.v(layer), item)

@@ -16,15 +16,14 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, c
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def from_dict(cls: type[T], values: dict[str, Any], where: str, aliases: dict[str, str] | None = None) -> T:
+def from_dict(cls: type[T], values: dict[str, Any], where: str) -> T:
     """Build `cls` from a mapping. An unknown key raises UnknownFieldError naming the known ones."""
     known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     kwargs: dict[str, Any] = {}
     for key, value in values.items():
-        name = (aliases or {}).get(key, key)
-        if name not in known:
+        if key not in known:
             raise UnknownFieldError(f"{where}.{key}", value, "unknown key", f"Known keys: {', '.join(sorted(known))}")
-        kwargs[name] = value
+        kwargs[key] = value
     return cls(**kwargs)
 
 

@@ -8,7 +8,19 @@ from typing import Any
 from sparsespec.config.fields import check_choices, check_range, from_dict, option
 from sparsespec.core.errors import InvalidValueError
 
-_ALIASES = {"sparse_attn_algorithm": "method"}
+PER_REQUEST = frozenset({"method", "num_speculative_tokens", "sparse_attn_ratio", "min_budget", "sparse_attn_mass", "score_rows",
+                         "score_group", "num_sink_tokens", "magicdec_variant", "prompt_lookup_min", "prompt_lookup_max",
+                         "num_proposed_tokens"})
+"""What a request may set for itself."""
+
+# What each method's authors ran it with, where it differs from the defaults.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "specattn": {"sparse_attn_ratio": 0.07, "min_budget": 256},
+    "ngram": {"num_speculative_tokens": 4},
+    "eagle3": {"num_speculative_tokens": 3},
+    "triforce": {"num_speculative_tokens": 6, "num_proposed_tokens": 1},
+    "magicdec": {"num_sink_tokens": 32},
+}
 
 
 @dataclass(frozen=True)
@@ -19,8 +31,19 @@ class SpeculativeConfig:
     num_speculative_tokens: int = option(8, "k, tokens drafted between two verifications")
     sparse_attn_ratio: float = option(0.05, "s, share of the KV cache that a draft step may see")
     min_budget: int = option(128, "KV entries that a draft step sees at least, where the context has them")
-    score_rows: str = option("all", "which verified rows score the KV; accepted leaves out the rows of rejected drafts",
-                             choices=("all", "accepted"))
+    sparse_attn_mass: float | None = option(None, "share of the attention that a draft step's entries hold; sparse_attn_ratio and "
+                                                  "min_budget then only cap their number")
+    score_rows: str = option("all", "which verified rows score the KV; accepted leaves out the rows of rejected drafts, ends takes "
+                                    "the first and the last", choices=("all", "accepted", "ends"))
+    score_group: str = option("mean", "how the scores of a KV head's query heads combine", choices=("mean", "max"))
+    num_sink_tokens: int = option(4, "first tokens that window and magicdec always see")
+    magicdec_variant: str = option("stream", "stream: sinks and recent tokens; snapkv: chosen once, at the prompt's end",
+                                   choices=("stream", "snapkv"))
+    prompt_lookup_min: int = option(1, "n-gram drafts: shortest suffix that has to match")
+    prompt_lookup_max: int = option(7, "n-gram drafts: longest suffix that is looked for")
+    proposer: str = option("ngram", "hierarchy: what proposes tokens to the sparse pass", choices=("ngram", "eagle3"))
+    num_proposed_tokens: int = option(4, "hierarchy: tokens that one sparse pass checks at most")
+    model: str | None = option(None, "eagle3: directory or hub name of the draft head")
     schedule: str = option("unified", "unified mixes drafts and verifications in each batch; lockstep alternates",
                            choices=("unified", "lockstep"))
     verification: str = option("sync", "when the CPU handles a verification's result", choices=("sync", "delayed", "device"))
@@ -35,6 +58,13 @@ class SpeculativeConfig:
         check_range(where + "sparse_attn_ratio", self.sparse_attn_ratio, 0.0, 1.0, integer=False,
                     remedy="Give a share of the context, 0.05 for 5 %")
         check_range(where + "min_budget", self.min_budget, 1)
+        if self.sparse_attn_mass is not None:
+            check_range(where + "sparse_attn_mass", self.sparse_attn_mass, 0.0, 1.0, integer=False)
+        check_range(where + "num_sink_tokens", self.num_sink_tokens, 0)
+        check_range(where + "prompt_lookup_min", self.prompt_lookup_min, 1)
+        check_range(where + "prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min,
+                    remedy="Give at least prompt_lookup_min")
+        check_range(where + "num_proposed_tokens", self.num_proposed_tokens, 1)
         if not isinstance(self.adaptive, bool):
             raise InvalidValueError(where + "adaptive", self.adaptive, "not a boolean", "Give true or false")
         if self.synthetic_acceptance is not None:
@@ -45,4 +75,18 @@ class SpeculativeConfig:
         """Build from the user's mapping (None: the defaults). Unknown keys raise UnknownFieldError."""
         if values is not None and not isinstance(values, dict):
             raise InvalidValueError("speculative_config", values, "not a mapping", 'Give a dict, such as {"method": "pillar"}')
-        return from_dict(cls, values or {}, "speculative_config", _ALIASES)
+        values = _vllm_names(dict(values or {}))
+        method = values.get("method")
+        preset = _PRESETS.get(method, {}) if isinstance(method, str) else {}
+        return from_dict(cls, {**preset, **values}, "speculative_config")
+
+
+def _vllm_names(values: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's proposal names sparse self-speculation `sparse_attn`, and what selects `sparse_attn_algorithm`."""
+    algorithm = values.pop("sparse_attn_algorithm", None)
+    if values.pop("sparse_attn", False) or values.get("method") == "sparse_attn":
+        values["method"] = algorithm or "specattn"
+    elif algorithm is not None and values.setdefault("method", algorithm) != algorithm:
+        raise InvalidValueError("speculative_config.sparse_attn_algorithm", algorithm,
+                                f"contradicts method={values['method']!r}", "Give one of the two")
+    return values

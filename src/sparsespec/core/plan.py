@@ -20,11 +20,12 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass
 class StepPlan:
-    """Arrays over items; sparse items come first and have one row each.
+    """Arrays over items; sparse items come first.
 
     slots: the request's row in every table. starts: position of the first query row. rows: query rows. drafted: how
-    many of the rows are drafts to verify (in a sparse item: drafts made before this one). sparse: the KV view.
-    emit: the rows from rows - drafted - 1 on want logits and yield tokens. collect: hand attention scores to the policy.
+    many of the rows are drafts to verify (in a sparse item: drafts buffered before it). sparse: the KV view; such an item
+    has one row, and one more for each token that a cheap proposer put after it, to be checked. emit: the rows from
+    rows - drafted - 1 on want logits and yield tokens. collect: let the policy select from this pass.
     """
 
     slots: Ints
@@ -44,6 +45,11 @@ class StepPlan:
         return int(self.sparse.sum())
 
     @property
+    def num_sparse_rows(self) -> int:
+        """Rows of the sparse items, which come first."""
+        return int(self.rows[self.sparse].sum())
+
+    @property
     def num_rows(self) -> int:
         """Rows of the step's matrix products."""
         return int(self.rows.sum())
@@ -55,7 +61,8 @@ class StepResult:
 
     items: index into the plan. tokens [n, k+1]: accepted drafts, then the target's own token. num_tokens: how many of
     them count. bad: the logits after these tokens held NaN or infinity. logprobs: item → one dict a token, for requests
-    that want them.
+    that want them. draft_counts [sparse items]: tokens that each buffered (None: one each). confidence [sparse items]: the
+    draft's own probability of the last of them, where the controller asks for it.
     """
 
     items: Ints
@@ -63,3 +70,5 @@ class StepResult:
     num_tokens: Ints
     bad: Bools
     logprobs: dict[int, list[LogprobDict]] = field(default_factory=dict)
+    draft_counts: Ints | None = None
+    confidence: npt.NDArray[np.float32] | None = None

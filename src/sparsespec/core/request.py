@@ -8,6 +8,20 @@ from sparsespec.core.outputs import RequestMetrics
 from sparsespec.core.sampling_params import SamplingParams
 
 
+@dataclass(frozen=True)
+class DraftTraits:
+    """How a request drafts, as far as the scheduler has to know. policy: index among the engine's policies. k: most drafts a round.
+
+    selects: drafts with sparse attention, from a selection that a full pass leaves. proposes: tokens come from a cheap
+    proposer, to be checked by the sparse pass, or by the full one where nothing selects.
+    """
+
+    policy: int = 0
+    k: int = 0
+    selects: bool = False
+    proposes: bool = False
+
+
 @dataclass(eq=False)
 class Request:
     """One completion of one prompt. `seed` is resolved; `coupled`: the user gave it, so text must not depend on drafts.
@@ -26,6 +40,7 @@ class Request:
     eos_ids: frozenset[int]
     bad_word_ids: list[list[int]] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
+    traits: DraftTraits = DraftTraits()
     slot: int = -1
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 

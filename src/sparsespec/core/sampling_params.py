@@ -37,6 +37,7 @@ class SamplingParams:
     speculated. max_tokens: None runs to the model's limit. stop: strings that end the text and are cut from it unless
     include_stop_str_in_output. logprobs: None off, 0 the sampled token, n the n best besides it.
     logit_bias: token id to an additive bias in [-100, 100], where -100 forbids and 100 forces in practice.
+    speculative_config: how this request drafts, over the engine's settings: {"method": "window", "num_speculative_tokens": 4}.
     """
 
     n: int = 1
@@ -60,6 +61,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: Any | None = None
+    speculative_config: dict[str, Any] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -94,6 +96,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.speculative_config is not None and not isinstance(self.speculative_config, dict):
+            raise InvalidValueError("speculative_config", self.speculative_config, "not a mapping",
+                                    'Give a dict, such as {"method": "window"}')
         self._check_stop()
         self._check_tokens()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsespec.core.errors import CapacityError, ContextLengthError, InvalidValueError, UnsupportedError
-from sparsespec.core.request import Request
+from sparsespec.core.request import DraftTraits, Request
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.sampling.rng import request_seed
 from sparsespec.sampling.table import validate
@@ -54,10 +54,8 @@ class Admission:
             raise InvalidValueError("prompt", prompt, "empty", "Give at least one token")
         return text, ids
 
-    def build(self, request_id: str, ids: list[int], params: SamplingParams) -> list[Request]:
+    def build(self, request_id: str, ids: list[int], params: SamplingParams, traits: DraftTraits) -> list[Request]:
         """The `n` requests of a prompt. Raises ContextLengthError, CapacityError, InvalidValueError or UnsupportedError."""
-        if not isinstance(params, SamplingParams):
-            raise InvalidValueError("sampling_params", params, "not a SamplingParams", "Build one with SamplingParams(...)")
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos)
         validate(params, self.limits.vocab_size, stop)
         if params.stop_strings and self.tokenizer is None:
@@ -81,7 +79,8 @@ class Admission:
             self._count += 1
             seed = request_seed(self.seed, self._count) if params.seed is None else params.seed + index
             name = request_id if params.n == 1 else f"{request_id}#{index}"
-            requests.append(Request(name, ids, params, seed, params.seed is not None, limit, stop, self.eos, bad_words))
+            requests.append(Request(name, ids, params, seed, params.seed is not None, limit, stop, self.eos, bad_words,
+                                    traits=traits))
         return requests
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -31,7 +31,7 @@ from sparsespec.runner.model_runner import ModelRunner
 from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Commit, Scheduler
 from sparsespec.spec.adaptive import AdaptiveLength, FixedLength
-from sparsespec.spec.registry import make_policy
+from sparsespec.spec.registry import PolicySet
 
 
 class Engine:
@@ -42,19 +42,19 @@ class Engine:
         self.config = config
         self.loaded = loaded or load_model(config.load, deterministic=config.runner.deterministic)
         spec, model = config.speculative, self.loaded.config
-        self.policy = make_policy(spec, model)
-        max_drafts = spec.num_speculative_tokens if self.policy.drafts else 0
+        self.policies = PolicySet(spec, model)
+        self.policy = self.policies[0]
+        max_drafts = self.policy.traits(0).k
         self.max_model_len, tokens = _lengths(config, self.loaded, max_drafts)
         slots = config.scheduler.max_num_seqs
         self.pages = PageTable(slots, self.max_model_len + max_drafts + 1, config.cache.page_size, tokens // config.cache.page_size)
         self.pool = KVPool(model, self.pages.capacity, self.loaded.dtype, self.loaded.device)
-        self.runner = ModelRunner(self.loaded, config, self.pool, self.pages, self.policy, self.max_model_len)
+        self.runner = ModelRunner(self.loaded, config, self.pool, self.pages, self.policies, self.max_model_len)
         self.controller = AdaptiveLength(self.policy, lambda: measure_costs(self.runner)) if (
             spec.adaptive and self.policy.drafts) else FixedLength(max_drafts)
         max_rows = config.scheduler.max_num_batched_tokens or (512 if self.loaded.device.type == "cpu" else 2048)
         self.scheduler = Scheduler(config.scheduler, max_rows, self.pages, make_phases(spec.schedule, max_drafts, slots),
-                                   max_drafts, self.controller.draft_length, needs_selection=self.policy.drafts,
-                                   reserve=spec.kv_policy == "reserve")
+                                   max_drafts, self._draft_length, reserve=spec.kv_policy == "reserve")
         self.admission = Admission(Limits(self.max_model_len, self.pages.capacity, model.vocab_size), self.loaded.tokenizer,
                                    self.loaded.eos_token_ids, config.load.seed)
         self.groups: dict[str, Group] = {}
@@ -68,8 +68,11 @@ class Engine:
         """
         if request_id in self.groups:
             raise InvalidValueError("request_id", request_id, "already in the engine", "Give each request an id of its own")
+        if not isinstance(params, SamplingParams):
+            raise InvalidValueError("sampling_params", params, "not a SamplingParams", "Build one with SamplingParams(...)")
         text, ids = self.admission.tokenize(prompt)
-        requests = self.admission.build(request_id, ids, params)
+        traits = self.policies.traits(params.speculative_config)
+        requests = self.admission.build(request_id, ids, params, traits)
         group = Group(request_id, text, ids, stream, self.config.speculative.synthetic_acceptance is None)
         for index, request in enumerate(requests):
             request.metrics.arrival_time = time.monotonic()
@@ -102,14 +105,27 @@ class Engine:
         result = self.runner.execute(plan)
         t2 = time.perf_counter()
         commits = self.scheduler.commit(plan, result)
-        self.controller.observe(plan, [(c.drafted, c.accepted) for c in commits], t2 - t1)
+        self.controller.observe(plan, [(c.drafted, c.accepted) for c in commits if not c.request.traits.policy], t2 - t1)
         outputs = self._outputs(commits, result)
+        self._propose()
         t3 = time.perf_counter()
         for stage, spent in (("schedule", t1 - t0), ("execute", t2 - t1), ("commit", t3 - t2)):
             self.seconds[stage] += spent
         if not self.scheduler.num_running:
             self.scheduler.check()
         return outputs
+
+    def _propose(self) -> None:
+        """Let cheap proposers extend the rounds that wait for them; requests that ended meanwhile have left."""
+        scheduler = self.scheduler
+        slots = scheduler.wants_proposals[scheduler.active[scheduler.wants_proposals]]
+        if len(slots):
+            most = scheduler.proposal_room(slots)
+            scheduler.offer(slots, self.runner.propose(slots, scheduler.length[slots], scheduler.drafted[slots], most))
+
+    def _draft_length(self, policy: int) -> int:
+        """k that rounds of a policy begin with now: the controller's for the engine's own, fixed for one that a request chose."""
+        return self.policies[policy].traits(policy).k if policy else self.controller.draft_length()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request wherever it is, free what it holds and give what it has; None if it is not there."""

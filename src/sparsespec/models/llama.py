@@ -120,13 +120,18 @@ class LlamaForCausalLM(nn.Module):
         """Rotary tables for sequences up to max_len. An engine keeps its own: for some kinds they depend on max_len."""
         return RotaryEmbedding(self.config, max_len, self.device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rotary: RotaryEmbedding) -> Tensor:
-        """Hidden states [N, hidden] before the final norm, for rows of token ids and positions [N]."""
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rotary: RotaryEmbedding,
+                capture: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        """(hidden states [N, hidden] before the final norm, the inputs of layers `capture` [len(capture), N, hidden]), for rows
+        of token ids and positions [N]."""
         x = self.embedding[token_ids]
         cos, sin = rotary.tables(positions, x.dtype)
+        captured = []
         for i, layer in enumerate(self.layers):
+            if i in capture:
+                captured.append(x)
             x = layer(i, x, cos, sin, attend)
-        return x
+        return x, torch.stack(captured) if captured else x.new_empty(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab] in float32 for hidden states [N, hidden]."""

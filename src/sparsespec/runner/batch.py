@@ -17,8 +17,8 @@ from sparsespec.kv.table import PageTable
 class InputBatch:
     """Rows of a step, item after item. slots, positions, entries [N] int64 on the device; first [items] first row.
 
-    logit_rows: rows whose logits are wanted: the drafts', then each emitting item's. first_logit: for each emitting
-    item, the index in logit_rows of its first.
+    logit_rows: rows whose logits are wanted: all of the sparse items', then each emitting item's. first_logit: for each
+    emitting item, the index in logit_rows of its first.
     """
 
     slots: Tensor
@@ -47,8 +47,9 @@ def build_batch(plan: StepPlan, pages: PageTable, device: torch.device) -> Input
     entries = pages.pages[slots, page].astype(np.int64) * pages.page_size + offset
     emitting = np.flatnonzero(plan.emit)
     wanted = plan.drafted[emitting].astype(np.int64) + 1
-    first_logit = plan.num_sparse + np.cumsum(wanted) - wanted
-    logit_rows = np.concatenate([first[:plan.num_sparse], spread((first + rows)[emitting] - wanted, wanted)])
+    drafts = plan.num_sparse_rows
+    first_logit = drafts + np.cumsum(wanted) - wanted
+    logit_rows = np.concatenate([np.arange(drafts), spread((first + rows)[emitting] - wanted, wanted)])
 
     def to(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -56,14 +57,12 @@ def build_batch(plan: StepPlan, pages: PageTable, device: torch.device) -> Input
     return InputBatch(to(slots), to(positions), to(entries), first, to(logit_rows), emitting, first_logit)
 
 
-def dense_items(plan: StepPlan, batch: InputBatch, pages: PageTable, max_score_rows: int) -> list[DenseItem]:
-    """The full views of a plan. Collecting items are numbered in plan order."""
-    items, collects = [], 0
+def dense_items(plan: StepPlan, batch: InputBatch, pages: PageTable, scored: dict[int, int]) -> list[DenseItem]:
+    """The full views of a plan. scored: item → rows to score; these items collect, numbered in its order."""
+    numbers = {item: number for number, item in enumerate(scored)}
+    items = []
     for i in range(plan.num_sparse, plan.num_items):
-        rows, end, slot = int(plan.rows[i]), int(plan.starts[i] + plan.rows[i]), int(plan.slots[i])
-        collect = -1
-        if plan.collect[i]:
-            collect, collects = collects, collects + 1
-        score_rows = min(rows, max_score_rows) if collect >= 0 else 0
-        items.append(DenseItem(int(batch.first[i]), rows, end, pages.runs(slot, end), collect, score_rows))
+        end, slot = int(plan.starts[i] + plan.rows[i]), int(plan.slots[i])
+        items.append(DenseItem(int(batch.first[i]), int(plan.rows[i]), end, pages.runs(slot, end), numbers.get(i, -1),
+                               scored.get(i, 0)))
     return items

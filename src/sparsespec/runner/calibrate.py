@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsespec.attention.base import AttentionBatch, DenseItem, SparseGroup
+from sparsespec.attention.base import AttentionBatch, DenseItem, SparseRows
 from sparsespec.kv.pool import KVPool
 from sparsespec.spec.cost import StepCosts
 
@@ -66,13 +66,15 @@ def _attention(runner: ModelRunner) -> tuple[tuple[float, float, float], tuple[f
 
     def dense(n: int, tokens: int) -> float:
         entries = torch.arange(tokens - n, tokens, device=device)
-        backend.plan(AttentionBatch(entries, None, [DenseItem(0, n, tokens, [(0, tokens)])]))
+        backend.plan(AttentionBatch(entries, [], [DenseItem(0, n, tokens, [(0, tokens)])]))
         return _seconds(lambda: backend.run(0, q[:n], kv[:n], kv[:n]), device)
 
     def sparse(n: int, width: int) -> float:
-        index = torch.randint(0, length, (1, n, c.num_kv_heads, width), device=device)
-        group = SparseGroup(n, index, torch.ones_like(index, dtype=torch.bool))
-        backend.plan(AttentionBatch(torch.arange(n, device=device), group, []))
+        positions = torch.randint(0, length, (1, 1, c.num_kv_heads, width), device=device, dtype=torch.int32)
+        last, table = torch.full((n,), length - 1, device=device), torch.arange(length, device=device, dtype=torch.int32)[None]
+        view = SparseRows(slice(0, n), torch.zeros(n, dtype=torch.int64, device=device), last, last, positions,
+                          torch.full(positions.shape[:3], width, device=device, dtype=torch.int32), table, 1, width, 1, scratch)
+        backend.plan(AttentionBatch(torch.arange(n, device=device), [view], []))
         return _seconds(lambda: backend.run(0, q[:n], kv[:n], kv[:n]), device)
 
     short = max(min(rows + 1, length), length // 16)

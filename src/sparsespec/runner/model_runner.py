@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsespec.attention.base import AttentionBatch
+from sparsespec.attention.base import AttentionBatch, SparseRows
 from sparsespec.attention.registry import make_backend
 from sparsespec.config.engine import EngineConfig
 from sparsespec.core.plan import StepPlan, StepResult
@@ -18,15 +18,14 @@ from sparsespec.core.request import Request
 from sparsespec.kv.pool import KVPool
 from sparsespec.kv.table import PageTable
 from sparsespec.loader.loaded import LoadedModel
-from sparsespec.runner.batch import InputBatch, build_batch, dense_items
-from sparsespec.runner.decide import Decider
+from sparsespec.runner.batch import InputBatch, build_batch, dense_items, spread
+from sparsespec.runner.decide import Decider, DraftItems
 from sparsespec.runner.logprobs import LogprobCollector
+from sparsespec.runner.proposals import Proposals
 from sparsespec.runner.selection import SelectionStore
 from sparsespec.sampling.sampler import Rows
-from sparsespec.spec.base import DraftPolicy, Verified
-
-DraftOverride = Callable[[str, int], int | None]
-"""(request id, position) → the token to draft there, or None for the model's own."""
+from sparsespec.spec.base import Features, Verified
+from sparsespec.spec.registry import PolicySet
 
 
 @dataclass
@@ -37,17 +36,17 @@ class RunnerTimes:
     forward: float = 0.0
     sample: float = 0.0
     select: float = 0.0
+    propose: float = 0.0
     kv_bytes_read: int = 0
-    last: dict[str, float] = field(default_factory=dict)
 
 
 class ModelRunner:
     """See the module. `pages` is the scheduler's table: read here, never written."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, pool: KVPool, pages: PageTable, policy: DraftPolicy,
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, pool: KVPool, pages: PageTable, policies: PolicySet,
                  max_model_len: int) -> None:
-        self.model, self.device, self.pool, self.pages, self.policy = loaded.model, loaded.device, pool, pages, policy
-        self.max_drafts = config.speculative.num_speculative_tokens if policy.drafts else 0
+        self.model, self.device, self.pool, self.pages, self.policies = loaded.model, loaded.device, pool, pages, policies
+        self.max_drafts = policies[0].traits(0).k
         slots = config.scheduler.max_num_seqs
         self.rotary = self.model.rotary(max_model_len + self.max_drafts + 1)
         self.backend = make_backend(config.runner.attention_backend, config.runner.deterministic, loaded.config, pool)
@@ -56,8 +55,10 @@ class ModelRunner:
         self.decider = Decider(slots, loaded.config.vocab_size, self.max_drafts, self.device,
                                config.speculative.synthetic_acceptance)
         self.logprobs = LogprobCollector(config.runner.logprobs_mode, self.decider.sampler)
+        self.proposals = Proposals(policies, self.decider, self.tokens)
         self.requests: list[Request | None] = [None] * slots
-        self.draft_override: DraftOverride | None = None
+        self.policy = np.zeros(slots, np.int32)  # index of each slot's policy
+        self._selected = np.zeros(slots, bool)  # whether the policy has selected for the slot's request yet
         self.times = RunnerTimes()
 
     def seat(self, request: Request) -> None:
@@ -66,11 +67,13 @@ class ModelRunner:
         self.tokens[request.slot, :len(ids)] = torch.tensor(ids, dtype=torch.int64)
         self.decider.seat(request)
         self.requests[request.slot] = request
+        self.policy[request.slot], self._selected[request.slot] = request.traits.policy, False
 
     def leave(self, slot: int) -> None:
         """The slot's request is gone; its settings cost the others nothing any more."""
         request, self.requests[slot] = self.requests[slot], None
         self.decider.leave(slot)
+        self.policies[int(self.policy[slot])].leave(slot)
         if request is not None:
             self.logprobs.take_prompt(request)
 
@@ -81,67 +84,92 @@ class ModelRunner:
         batch = build_batch(plan, self.pages, self.device)
         scores = self._plan_attention(plan, batch)
         t1 = time.perf_counter()
-        hidden = self.model(self.tokens[batch.slots, batch.positions], batch.positions, self.backend, self.rotary)
+        layers = self.policies[0].feature_layers
+        hidden, features = self.model(self.tokens[batch.slots, batch.positions], batch.positions, self.backend, self.rotary, layers)
         logits = self.model.logits(hidden[batch.logit_rows])
         self._prompt_logprobs(plan, batch, hidden)
         t2 = time.perf_counter()
-        if plan.num_sparse:
-            self._draft(plan, batch, logits[:plan.num_sparse])
+        counts = self._draft(plan, batch, logits[:plan.num_sparse_rows]) if plan.num_sparse else None
         result = self._verify(plan, batch, logits)
+        if counts is not None:
+            result.draft_counts = counts.cpu().numpy().astype(np.int32)
+            if self.decider.confidence is not None:
+                result.confidence = self.decider.confidence.cpu().numpy()
         t3 = time.perf_counter()
         self._select(plan, result, scores)
+        if layers:
+            self._absorb(plan, batch, result, features)
         t4 = time.perf_counter()
         t = self.times
         t.prepare, t.forward, t.sample, t.select = t.prepare + t1 - t0, t.forward + t2 - t1, t.sample + t3 - t2, t.select + t4 - t3
         return result
 
-    def _plan_attention(self, plan: StepPlan, batch: InputBatch) -> list[Tensor]:
-        """Plan the backend; gives the score buffers that it will fill, one a collecting item."""
-        n, c = plan.num_sparse, self.pool.config
-        sparse = self.selection.group(plan.slots[:n], plan.starts[:n], self.pages) if n else None
-        dense = dense_items(plan, batch, self.pages, self.max_drafts + 1)
-        scores: list[Tensor] = []
-        sink = None
-        if self.policy.uses_scores:
-            for item in dense:
-                if item.collect >= 0:
-                    rows = item.score_rows if self.policy.keeps_rows else 1
-                    scores.append(torch.empty(c.num_layers, c.num_kv_heads, rows, item.kv_len - item.score_rows,
-                                              dtype=torch.float32, device=self.device))
+    @torch.inference_mode()
+    def propose(self, slots: np.ndarray, lengths: np.ndarray, drafted: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Let proposers put tokens after those that `slots` [n] have buffered; gives how many each [n], at most `most`."""
+        start = time.perf_counter()
+        counts = self.proposals.fill([self.requests[s] for s in slots], slots, lengths, drafted, most)
+        self.times.propose += time.perf_counter() - start
+        return counts
 
-            def sink(layer: int, index: int, probs: Tensor) -> None:
-                self.policy.observe(probs, scores[index][layer])
+    def _plan_attention(self, plan: StepPlan, batch: InputBatch) -> dict[int, Tensor]:
+        """Plan the backend; gives the buffers that it will fill with the scores of collecting items, by item."""
+        c = self.pool.config
+        scored: dict[int, int] = {}
+        scores: dict[int, Tensor] = {}
+        for i in np.flatnonzero(plan.collect).tolist():
+            slot, rows, end = int(plan.slots[i]), int(plan.rows[i]), int(plan.starts[i] + plan.rows[i])
+            policy = self.policies[int(self.policy[slot])]
+            if policy.uses_scores:
+                scored[i] = policy.score_rows(rows, not self._selected[slot])
+                scores[i] = torch.empty(c.num_layers, c.num_kv_heads, policy.kept_rows(scored[i]), end - scored[i],
+                                        dtype=torch.float32, device=self.device)
+        dense = dense_items(plan, batch, self.pages, scored)
+        sinks = [(self.policies[int(self.policy[plan.slots[i]])], scores[i]) for i in scored]
 
-        self.backend.plan(AttentionBatch(batch.entries, sparse, dense, sink))
+        def sink(layer: int, index: int, probs: Tensor) -> None:
+            policy, out = sinks[index]
+            policy.observe(probs, out[layer])
+
+        n = plan.num_sparse
+        self.backend.plan(AttentionBatch(batch.entries, self._sparse_rows(plan) if n else [], dense, sink if scored else None))
         per_token = self.pool.bytes_per_entry * c.num_layers * c.num_kv_heads
+        last = (plan.starts[:n] + plan.rows[:n] - 1).astype(np.int64)
         self.times.kv_bytes_read += sum(i.kv_len for i in dense) * per_token + self.selection.bytes_read(
-            plan.slots[:n], plan.starts[:n].astype(np.int64), self.pool.bytes_per_entry)
+            plan.slots[:n], last, self.pool.bytes_per_entry)
         return scores
 
-    def _draft(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> None:
+    def _sparse_rows(self, plan: StepPlan) -> list[SparseRows]:
+        """The views of the draft rows: those with a stored selection together, and one part for each reselecting policy."""
         n = plan.num_sparse
-        rows = Rows(batch.slots[batch.logit_rows[:n]], batch.positions[batch.logit_rows[:n]] + 1)
-        drafted = plan.drafted[:n].astype(np.int64)
-        chosen = self.decider.draft(logits, rows, self.tokens, drafted, plan.starts[:n] - drafted)
-        if self.draft_override is not None:
-            self._override(plan, drafted, chosen)
-        self.tokens[rows.slots, rows.positions] = chosen
+        slots, last = np.repeat(plan.slots[:n], plan.rows[:n]), spread(plan.starts[:n], plan.rows[:n])
+        table = torch.from_numpy(self.pages.pages).to(self.device)
+        own = self.policy[slots]
+        own[~np.array([p.reselects for p in self.policies.policies])[own]] = -1
+        kinds = np.unique(own)
+        parts = []
+        for kind in kinds.tolist():
+            where = np.flatnonzero(own == kind)
+            rows = slice(0, len(slots)) if len(kinds) == 1 else torch.from_numpy(where).to(self.device)
+            parts.append(self.selection.view(rows, slots[where], last[where], self.pages, self.pool, table,
+                                             self.policies[kind].reselect if kind >= 0 else None))
+        return parts
 
-    def _override(self, plan: StepPlan, drafted: np.ndarray, chosen: Tensor) -> None:
-        """Replace chosen [n] where the test door asks for it; the proposal is then one-hot, and verification knows."""
-        for i in range(plan.num_sparse):
-            request = self.requests[plan.slots[i]]
-            forced = self.draft_override(request.request_id, int(plan.starts[i]) + 1) if request and self.draft_override else None
-            if forced is not None:
-                chosen[i] = forced
-                self.decider.force(int(plan.slots[i]), int(drafted[i]), forced)
+    def _draft(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> Tensor:
+        n, rows = plan.num_sparse, plan.num_sparse_rows
+        drafted = plan.drafted[:n].astype(np.int64)
+        items = DraftItems(plan.slots[:n].astype(np.int64), drafted, plan.rows[:n].astype(np.int64) - 1, plan.starts[:n] - drafted)
+        counts = self.decider.draft(logits, Rows(batch.slots[:rows], batch.positions[:rows] + 1), self.tokens, items)
+        if self.proposals.override is not None:
+            self.proposals.override_drafts([self.requests[s] for s in items.slots], items)
+        return counts
 
     def _verify(self, plan: StepPlan, batch: InputBatch, logits: Tensor) -> StepResult:
         emitting = batch.emitting
         if not len(emitting):
             none = np.zeros(0, np.int32)
             return StepResult(none, np.zeros((0, 1), np.int64), none, np.zeros(0, bool))
-        n = plan.num_sparse
+        n = plan.num_sparse_rows
         rows = Rows(batch.slots[batch.logit_rows[n:]], batch.positions[batch.logit_rows[n:]] + 1)
         drafted = plan.drafted[emitting].astype(np.int64)
         verdict = self.decider.verify(logits[n:], rows, self.tokens, plan.slots[emitting], drafted,
@@ -160,18 +188,30 @@ class ModelRunner:
                 self.logprobs.prompt(request, int(plan.starts[i]), hidden[first:first + int(plan.rows[i])], self.model.logits,
                                      self.tokens)
 
-    def _select(self, plan: StepPlan, result: StepResult, scores: list[Tensor]) -> None:
-        """Let the policy choose what each collecting request's next drafts see."""
-        index = 0
+    def _select(self, plan: StepPlan, result: StepResult, scores: dict[int, Tensor]) -> None:
+        """Let each collecting request's policy choose what its next drafts see."""
         for item, num, bad in zip(result.items.tolist(), result.num_tokens.tolist(), result.bad.tolist(), strict=True):
-            if not plan.collect[item]:
+            if not plan.collect[item] or bad:
                 continue
-            found = scores[index] if scores else None
-            index += 1
-            if bad:
-                continue
-            rows, drafted = int(plan.rows[item]), int(plan.drafted[item])
-            end, scored = int(plan.starts[item]) + rows, min(rows, self.max_drafts + 1)
-            accepted = num - 1
-            verified = Verified(end - scored, end - drafted + num, scored, scored - (drafted - accepted), found)
-            self.selection.put(int(plan.slots[item]), verified.tail, self.policy.select(verified))
+            slot, rows, drafted = int(plan.slots[item]), int(plan.rows[item]), int(plan.drafted[item])
+            policy, prompt = self.policies[int(self.policy[slot])], not self._selected[slot]
+            end, scored = int(plan.starts[item]) + rows, policy.score_rows(rows, prompt)
+            rejected = drafted - (num - 1)
+            verified = Verified(slot, prompt, end - scored, end - rejected + 1, scored, max(1, scored - rejected), scores.get(item),
+                                partial(self._keys, slot))
+            chosen = policy.select(verified)
+            self._selected[slot] = True
+            self.selection.put(slot, verified.tail if chosen.tail is None else chosen.tail, chosen.positions, chosen.counts)
+
+    def _keys(self, slot: int, start: int, end: int) -> Tensor:
+        """Keys [layers, KV heads, end - start, head_dim] of a slot's positions."""
+        entries = torch.from_numpy(self.pages.positions_to_entries(slot, np.arange(start, end))).to(self.device)
+        return self.pool.data[:, 0].index_select(2, entries)
+
+    def _absorb(self, plan: StepPlan, batch: InputBatch, result: StepResult, features: Tensor) -> None:
+        """Show the policy the hidden states of rows that are committed now: prefill chunks, and accepted rows."""
+        keep = plan.rows.astype(np.int64)
+        keep[plan.sparse] = 0
+        keep[result.items] -= plan.drafted[result.items] - (result.num_tokens - 1)
+        rows = torch.from_numpy(spread(batch.first, keep)).to(self.device)
+        self.policies[0].absorb(Features(features[:, rows], batch.slots[rows], batch.positions[rows]), self.tokens)

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsespec.attention.base import SparseGroup
+from sparsespec.attention.base import Reselect, SparseRows
 from sparsespec.config.model import ModelConfig
+from sparsespec.kv.pool import KVPool
 from sparsespec.kv.table import PageTable
 
 
@@ -29,35 +30,43 @@ class SelectionStore:
     def put(self, slot: int, tail: int, positions: Tensor, counts: Tensor | None = None) -> None:
         """Store positions [layers, KV heads, n] with counts [layers, KV heads] (None: all n are valid)."""
         width = positions.shape[-1]
+        self._store(slot, positions, width if counts is None else counts)
+        self.tail[slot], self.width[slot] = tail, width
+        self.entries[slot] = positions.numel() if counts is None else int(counts.sum())
+
+    def _store(self, slot: int, positions: Tensor, counts: Tensor | int) -> None:
+        width = positions.shape[-1]
         if width > self.positions.shape[-1]:
             grown = torch.zeros(*self._shape, max(width, 2 * self.positions.shape[-1]), dtype=torch.int32, device=self.device)
             grown[..., :self.positions.shape[-1]] = self.positions
             self.positions = grown
         self.positions[slot, :, :, :width] = positions
-        self.counts[slot] = width if counts is None else counts
-        self.tail[slot], self.width[slot] = tail, width
-        self.entries[slot] = positions.numel() if counts is None else int(counts.sum())
+        self.counts[slot] = counts
 
-    def group(self, slots: np.ndarray, last: np.ndarray, pages: PageTable) -> SparseGroup:
-        """The views of one draft row each of `slots` [n], at positions `last` [n]."""
-        device, size = self.device, pages.page_size
-        width = int(self.width[slots].max(initial=0))
-        longest = int((last - self.tail[slots]).max()) + 1
-        index = torch.from_numpy(slots.astype(np.int64)).to(device)
-        chosen = self.positions[index, :, :, :width].permute(1, 0, 2, 3).long()  # [layers, n, heads, width]
-        layers, n, heads, _ = chosen.shape
-        tail_np = self.tail[slots][:, None] + np.arange(longest)
-        tail = torch.from_numpy(np.minimum(tail_np, last[:, None])).to(device)
-        valid_tail = torch.from_numpy(tail_np <= last[:, None]).to(device)
-        valid = torch.arange(width, device=device) < self.counts[index].transpose(0, 1).unsqueeze(-1)
-        shape = (layers, n, heads, longest)
-        places = torch.cat((torch.where(valid, chosen, tail[:, None, :1]), tail[:, None].expand(shape)), -1)
-        table = torch.from_numpy(pages.pages[slots]).to(device)
-        row = torch.arange(n, device=device)[:, None, None]
-        entries = table[row, places // size].long() * size + places % size
-        return SparseGroup(n, entries, torch.cat((valid, valid_tail[:, None].expand(shape)), -1))
+    def view(self, rows: Tensor | slice, slots: np.ndarray, last: np.ndarray, pages: PageTable, pool: KVPool,
+             table: Tensor, reselect: Reselect | None = None) -> SparseRows:
+        """What draft rows of `slots` [n] at positions `last` [n] see; table: the device's copy of pages.pages."""
+
+        def to(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(self.device, non_blocking=True)
+
+        tail = self.tail[slots]
+        return SparseRows(rows, to(slots), to(last), to(tail), self.positions, self.counts, table, pages.page_size,
+                          int(self.width[slots].max(initial=0)), int((last - tail).max()) + 1, pool, reselect)
 
     def bytes_read(self, slots: np.ndarray, last: np.ndarray, bytes_per_entry: int) -> int:
-        """KV bytes that `group` makes the drafts read, over all layers."""
+        """KV bytes that draft passes of `slots` up to `last` read, over all layers."""
         tail = (last - self.tail[slots] + 1) * self.config.num_layers * self.config.num_kv_heads
         return int(self.entries[slots].sum() + tail.sum()) * bytes_per_entry
+
+    def take(self, slot: int) -> tuple[Tensor, Tensor, int, int, int]:
+        """The slot's selection, to be given back when its request returns to the device."""
+        width = int(self.width[slot])
+        return (self.positions[slot, :, :, :width].clone(), self.counts[slot].clone(), int(self.tail[slot]), width,
+                int(self.entries[slot]))
+
+    def give(self, slot: int, state: tuple[Tensor, Tensor, int, int, int]) -> None:
+        """Bring what `take` gave to a slot."""
+        positions, counts, tail, width, entries = state
+        self._store(slot, positions, counts)
+        self.tail[slot], self.width[slot], self.entries[slot] = tail, width, entries

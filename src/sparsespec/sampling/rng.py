@@ -4,7 +4,7 @@ No state is kept, so a number can be asked for again, in any batch and in any or
 arithmetic with wrap-around (the SplitMix64 finaliser), identical on CPU and CUDA; logarithms may differ in the last bit.
 
 What keys what, and why:
-- TARGET, DRAFT, ACCEPT and RESIDUAL take a nonce, which must differ between rounds of one request (the position of the
+- All streams but COUPLED take a nonce, which must differ between rounds of one request (the position of the
   round's first row does). Under rejection sampling, what a round may attend to depends on drafts that earlier rounds
   rejected; numbers that were looked at there must not come back at the same position.
 - COUPLED takes none: a request with a seed of its own emits argmax(log p + g(seed, position)), whatever was drafted.
@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TARGET, DRAFT, ACCEPT, RESIDUAL, COUPLED = 1, 2, 3, 4, 5
-"""Streams. TARGET: the token after the last draft. RESIDUAL: the token in a rejected draft's place."""
+TARGET, DRAFT, ACCEPT, RESIDUAL, COUPLED, PROPOSE, CHECK, CHECK_RESIDUAL = range(1, 9)
+"""Streams. TARGET: the token after the last draft. RESIDUAL: the token in a rejected draft's place. PROPOSE: what a cheap
+proposer draws; CHECK and CHECK_RESIDUAL accept and replace it in the sparse pass, whose own token is DRAFT."""
 
 _WORD = 2**64
 

@@ -31,7 +31,8 @@ class Distribution:
     argmax int64 [N]: most likely token, the lowest id on exact ties. bad bool [N]: the row's largest logit is NaN or
     infinite (model output broken, or every token forbidden); its tokens mean nothing but are valid ids.
     index int64 [N]: the row of probs, -1 for greedy rows. random int64 [M]: the sampled rows, in order. probs float32
-    [M, V]: their probabilities after temperature and truncation (uniform where bad); None if M is 0.
+    [M, V]: their probabilities after temperature and truncation (uniform where bad); None if M is 0. logits [N, V]: what
+    these were made from, penalties and masks applied.
     """
 
     argmax: Tensor
@@ -39,6 +40,16 @@ class Distribution:
     index: Tensor
     random: Tensor
     probs: Tensor | None
+    logits: Tensor
+
+    def probability(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+        """float32 [n]: each row's probability of its token (greedy rows: at temperature 1). rows [n]: which, None for all."""
+        logits = self.logits if rows is None else self.logits[rows]
+        index = self.index if rows is None else self.index[rows]
+        out = (logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)).exp()
+        if self.probs is None:
+            return out
+        return torch.where(index < 0, out, self.probs[index.clamp(min=0)].gather(1, tokens[:, None]).squeeze(1))
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -68,10 +79,10 @@ class Sampler:
         random = self._random_rows(rows)
         index = torch.full_like(argmax, -1)
         if not len(random):
-            return Distribution(argmax, bad, index, random, None)
+            return Distribution(argmax, bad, index, random, None, processed)
         index[random] = torch.arange(len(random), device=index.device)
         probs = self.truncated_logits(processed, best, bad, random, rows).softmax(-1)
-        return Distribution(argmax, bad, index, random, probs)
+        return Distribution(argmax, bad, index, random, probs, processed)
 
     def truncated_logits(self, processed: Tensor, best: Tensor, bad: Tensor, random: Tensor, rows: Rows) -> Tensor:
         """Logits float32 [M, V] of the sampled rows `random` [M] after temperature and truncation; 0 where bad."""
@@ -82,7 +93,7 @@ class Sampler:
         top = best[random].masked_fill(broken, 0.0)
         return scale_and_truncate(x, top, rows.slots[random], self.table)
 
-    def sample_draft(self, dist: Distribution, rows: Rows, nonce: Tensor) -> Tensor:
+    def sample_draft(self, dist: Distribution, rows: Rows, nonce: Tensor, stream: int = rng.DRAFT) -> Tensor:
         """Tokens int64 [N] to propose: argmax, the coupled draw, or a draw of its own for each (seed, position, nonce [N])."""
         out = dist.argmax.clone()
         self._fill_coupled(out, dist, rows)
@@ -90,7 +101,7 @@ class Sampler:
         if free is not None and dist.probs is not None:
             where = dist.random[free]
             seeds = self.table.seed[rows.slots[where]]
-            out[where] = draw(dist.probs[free], rng.uniform(seeds, rows.positions[where], nonce[where], rng.DRAFT))
+            out[where] = draw(dist.probs[free], rng.uniform(seeds, rows.positions[where], nonce[where], stream))
         return out
 
     def sample_target_tokens(self, dist: Distribution, rows: Rows) -> Tensor:

@@ -27,6 +27,13 @@ class Phases(ABC):
         self._day[slot] = day
         return drafts
 
+    def due(self, now: int, slot: int) -> None:
+        """The slot's round verifies in the next iteration, whatever was planned."""
+        self.end(slot)
+        day = (now + 1) % len(self._due)
+        self._due[day] += 1
+        self._day[slot] = day
+
     def end(self, slot: int) -> None:
         """The slot's round is over, verified or not."""
         if self._day[slot] >= 0:

@@ -1,8 +1,9 @@
 """Which rows of which requests the next iteration computes, and what becomes of them.
 
 State is a row of arrays a slot, so that a step costs a few array operations however many requests run. A request is
-described by three numbers: `length` committed tokens, `computed` of them with committed KV, `drafted` drafts after
-them. A prefill chunk, a draft and a verification follow from these; the only commit point is `commit`.
+described by four numbers: `length` committed tokens, `computed` of them with committed KV, `drafted` drafts after
+them, `proposed` tokens after those that a sparse pass has to check. A prefill chunk, a draft and a verification follow
+from these; the only commit point is `commit`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Counters:
     iterations: int = 0
     gemm_rows: int = 0
     num_prompt_tokens: int = 0
+    num_draft_passes: int = 0  # sparse items; num_target_passes: full ones that yielded tokens
+    num_target_passes: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -58,25 +61,27 @@ class Counters:
 
 
 class Scheduler:
-    """See the module. draft_length: () → k that rounds begin with now, 0 for plain decoding."""
+    """See the module. draft_length: index of a policy → k that its rounds begin with now, 0 for plain decoding."""
 
     def __init__(self, config: SchedulerConfig, max_rows: int, pages: PageTable, phases: Phases, max_drafts: int,
-                 draft_length: Callable[[], int], *, needs_selection: bool, reserve: bool) -> None:
+                 draft_length: Callable[[int], int], *, reserve: bool) -> None:
         n = config.max_num_seqs
         self.pages, self.phases, self.draft_length = pages, phases, draft_length
-        self.max_rows, self.needs_selection, self.reserve = max_rows, needs_selection, reserve
+        self.max_rows, self.reserve = max_rows, reserve
         self.waiting: deque[Request] = deque()
         self.requests: list[Request | None] = [None] * n
         self._free = list(range(n - 1, -1, -1))
         self.active = np.zeros(n, bool)
-        self.length, self.computed, self.drafted, self.target, self.limit = (np.zeros(n, np.int32) for _ in range(5))
+        self.length, self.computed, self.drafted, self.proposed = (np.zeros(n, np.int32) for _ in range(4))
+        self.target, self.limit, self.policy, self.most = (np.zeros(n, np.int32) for _ in range(4))
         self.order = np.zeros(n, np.int64)  # by admission
-        self.selected = np.zeros(n, bool)
+        self.selects, self.proposes, self.selected = (np.zeros(n, bool) for _ in range(3))
         self.stop_ids = np.full((n, _STOP_IDS), -1, np.int64)
         self.min_length = np.zeros(n, np.int32)
         self.now, self._admissions = 0, 0
         self.admitted: list[Request] = []  # since the runner last looked, as are the slots that were left
         self.vacated: list[int] = []
+        self.wants_proposals = np.zeros(0, np.int32)  # slots that `offer` is to be called for before the next iteration
         self.counters = Counters(accepted_per_position=[0] * max_drafts, drafted_per_position=[0] * max_drafts)
 
     # -- requests come and go ------------------------------------------------------------------------------------
@@ -139,7 +144,10 @@ class Scheduler:
         request.slot = slot
         self.requests[slot] = request
         self.active[slot] = True
-        self.length[slot], self.computed[slot], self.drafted[slot], self.target[slot] = tokens, 0, 0, 0
+        self.length[slot], self.computed[slot], self.drafted[slot], self.proposed[slot], self.target[slot] = tokens, 0, 0, 0, 0
+        traits = request.traits
+        self.policy[slot], self.most[slot] = traits.policy, traits.k
+        self.selects[slot], self.proposes[slot] = traits.selects, traits.proposes
         self.limit[slot], self.order[slot] = request.limit, self._admissions
         self.selected[slot] = False
         self.min_length[slot] = len(request.prompt_token_ids) + request.params.min_tokens
@@ -170,8 +178,8 @@ class Scheduler:
         slots = np.flatnonzero(self.active).astype(np.int32)
         length, computed, drafted = self.length[slots], self.computed[slots], self.drafted[slots]
         decoding = length - computed == 1
-        sparse = decoding & (drafted < self.target[slots])
-        rows = np.where(sparse, 1, length + drafted - computed)
+        sparse = decoding & self.selects[slots] & (drafted < self.target[slots])
+        rows = np.where(sparse, 1 + self.proposed[slots], length + drafted - computed)
         prefill = np.flatnonzero(~decoding)
         if len(prefill):
             prefill = prefill[np.argsort(self.order[slots[prefill]])]
@@ -184,8 +192,9 @@ class Scheduler:
         slots, rows, sparse, drafted = slots[order], rows[order].astype(np.int32), sparse[order], drafted[order]
         starts = np.where(sparse, length[order] - 1 + drafted, computed[order]).astype(np.int32)
         emit = ~sparse & (starts + rows == length[order] + drafted)
-        room = self.limit[slots] - length[order] > 1
-        collect = emit & room & (self.needs_selection and self.draft_length() > 0)
+        collect = emit & self.selects[slots] & (self.limit[slots] - length[order] > 1)
+        if collect.any():
+            collect &= np.array([self.draft_length(int(p)) > 0 for p in range(int(self.policy.max()) + 1)])[self.policy[slots]]
         return StepPlan(slots, starts, rows, np.where(emit | sparse, drafted, 0).astype(np.int32), sparse, emit, collect)
 
     def _hold(self, plan: StepPlan) -> bool:
@@ -206,7 +215,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Commit]:
         """Take a step's results into the state: the one place where tokens and KV become committed."""
         slots = plan.slots
-        self.drafted[slots[plan.sparse]] += 1
+        self._buffer(slots[:plan.num_sparse], result)
         partial = ~plan.sparse & ~plan.emit
         self.computed[slots[partial]] += plan.rows[partial]
         if not len(result.items):
@@ -221,7 +230,6 @@ class Scheduler:
         self.length[emitting] += counts
         self.computed[emitting] = self.length[emitting] - 1
         self.drafted[emitting] = 0
-        k = self.draft_length()
         commits = []
         for i, slot in enumerate(emitting.tolist()):
             request = self.requests[slot]
@@ -233,14 +241,51 @@ class Scheduler:
             commits.append(Commit(request, int(result.items[i]), tokens, int(drafted[i]), int(accepted[i]), reason,
                                   tokens[-1] if stopped[i] else None, bool(bad[i])))
             if reason is None and not bad[i]:
-                self._begin_round(slot, k)
+                self._begin_round(slot)
+        begun = emitting[self.active[emitting] & self.proposes[emitting] & (self.target[emitting] > 0)]
+        self.wants_proposals = np.concatenate([self.wants_proposals, begun.astype(np.int32)])
         return commits
 
-    def _begin_round(self, slot: int, k: int) -> None:
-        most = min(k, int(self.limit[slot] - self.length[slot]) - 1)
-        if self.needs_selection and not self.selected[slot]:
-            most = 0
-        self.target[slot] = self.phases.begin(self.now, slot, most)
+    def _buffer(self, slots: np.ndarray, result: StepResult) -> None:
+        """Enter what the sparse items drafted."""
+        self.wants_proposals = np.zeros(0, np.int32)
+        if not len(slots):
+            return
+        self.drafted[slots] += 1 if result.draft_counts is None else result.draft_counts
+        self.proposed[slots] = 0
+        self.counters.num_draft_passes += len(slots)
+        proposing = slots[self.proposes[slots]]
+        if len(proposing):
+            full = self.drafted[proposing] >= self.target[proposing]
+            for slot in proposing[full].tolist():
+                self.phases.due(self.now, slot)
+            self.wants_proposals = proposing[self.target[proposing] - self.drafted[proposing] > 1]
+
+    def stop_drafting(self, slots: np.ndarray) -> None:
+        """Verify what `slots` drafted so far in the next iteration."""
+        self.target[slots] = self.drafted[slots]
+        for slot in slots.tolist():
+            self.phases.due(self.now, slot)
+
+    def proposal_room(self, slots: np.ndarray) -> np.ndarray:
+        """Most tokens that may be proposed to each of `slots` now: a sparse pass adds one of its own, a full one as well."""
+        return self.target[slots] - self.drafted[slots] - self.selects[slots]
+
+    def offer(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """A proposer put `counts` tokens after those of `slots`; at most `proposal_room`."""
+        checked = self.selects[slots]
+        self.proposed[slots[checked]] = counts[checked]
+        direct = slots[~checked]
+        self.drafted[direct] = self.target[direct] = counts[~checked]
+        self.wants_proposals = np.zeros(0, np.int32)
+
+    def _begin_round(self, slot: int) -> None:
+        most = min(self.draft_length(int(self.policy[slot])), int(self.most[slot]), int(self.limit[slot] - self.length[slot]) - 1)
+        if self.selects[slot]:
+            self.target[slot] = self.phases.begin(self.now, slot, most if self.selected[slot] else 0)
+        else:
+            self.phases.due(self.now, slot)
+            self.target[slot] = most if self.proposes[slot] else 0
 
     def _cut(self, slots: np.ndarray, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """How many of each request's new tokens count, whether that ends it, and whether a stop id did."""
@@ -257,6 +302,7 @@ class Scheduler:
 
     def _count(self, drafted: np.ndarray, accepted: np.ndarray, counts: np.ndarray) -> None:
         c = self.counters
+        c.num_target_passes += len(drafted)
         c.num_drafts += int((drafted > 0).sum())
         c.num_draft_tokens += int(drafted.sum())
         c.num_accepted_tokens += int(accepted[drafted > 0].sum())

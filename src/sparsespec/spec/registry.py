@@ -1,10 +1,14 @@
-"""The draft policies by name."""
+"""The draft policies by name, and those that one engine has."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from typing import Any
+
 from sparsespec.config.model import ModelConfig
-from sparsespec.config.speculative import SpeculativeConfig
-from sparsespec.core.errors import InvalidValueError
+from sparsespec.config.speculative import PER_REQUEST, SpeculativeConfig
+from sparsespec.core.errors import InvalidValueError, UnknownFieldError
+from sparsespec.core.request import DraftTraits
 from sparsespec.spec.base import DraftPolicy
 from sparsespec.spec.none import NoDraft
 from sparsespec.spec.pillar import Pillar
@@ -18,3 +22,58 @@ def make_policy(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
         raise InvalidValueError("speculative_config.method", config.method, "unknown draft policy",
                                 f"Choose from: {', '.join(sorted(POLICIES))}")
     return POLICIES[config.method](config, model)
+
+
+class PolicySet:
+    """The engine's own policy, number 0, and those that requests asked for."""
+
+    def __init__(self, config: SpeculativeConfig, model: ModelConfig) -> None:
+        self.model = model
+        self._configs = [config]
+        self.policies = [make_policy(config, model)]
+
+    def __getitem__(self, index: int) -> DraftPolicy:
+        return self.policies[index]
+
+    def __len__(self) -> int:
+        return len(self.policies)
+
+    def traits(self, asked: dict[str, Any] | None) -> DraftTraits:
+        """Traits of the policy of a request that asks for these settings over the engine's. Raises InvalidValueError."""
+        if not asked:
+            return self.policies[0].traits(0)
+        own = self._configs[0]
+        for key, value in asked.items():
+            if key not in PER_REQUEST:
+                known = key in {f.name for f in fields(own)}
+                raise UnknownFieldError(f"speculative_config.{key}", value,
+                                        "fixed when the engine starts" if known else "unknown",
+                                        f"A request may set: {', '.join(sorted(PER_REQUEST))}")
+        if asked.get("method", own.method) == own.method:
+            config = replace(own, **asked)
+        else:
+            config = SpeculativeConfig.from_dict(asked)
+            shared = {f.name: getattr(own, f.name) for f in fields(own) if f.name not in PER_REQUEST}
+            if "num_speculative_tokens" not in asked:
+                shared["num_speculative_tokens"] = min(config.num_speculative_tokens, own.num_speculative_tokens)
+            config = replace(config, **shared)
+        index = self._find(config)
+        return self.policies[index].traits(index)
+
+    def _find(self, config: SpeculativeConfig) -> int:
+        if config in self._configs:
+            return self._configs.index(config)
+        policy = make_policy(config, self.model)
+        if policy.drafts and not self.policies[0].drafts:
+            raise InvalidValueError("speculative_config.method", config.method, "the engine was started without speculation",
+                                    "Start it with a policy, and ask for \"none\" where a request should decode plainly")
+        if policy.drafts and config.num_speculative_tokens > self._configs[0].num_speculative_tokens:
+            raise InvalidValueError("speculative_config.num_speculative_tokens", config.num_speculative_tokens,
+                                    f"more than the engine's {self._configs[0].num_speculative_tokens}",
+                                    "Ask for less, or start the engine with more")
+        if not policy.per_request:
+            raise InvalidValueError("speculative_config.method", config.method, "only available as the engine's own policy",
+                                    f"Start the engine with method={config.method!r}")
+        self._configs.append(config)
+        self.policies.append(policy)
+        return len(self.policies) - 1

@@ -42,12 +42,12 @@ def override_drafts(llm: LLM | Engine, override: DraftOverride) -> Iterator[None
 
     It holds for every request: under rejection sampling an overridden draft counts as a proposal that was certain.
     """
-    runner = _engine(llm).runner
-    before, runner.draft_override = runner.draft_override, override
+    proposals = _engine(llm).runner.proposals
+    before, proposals.override = proposals.override, override
     try:
         yield
     finally:
-        runner.draft_override = before
+        proposals.override = before
 
 
 def step(llm: LLM | Engine) -> list[RequestOutput]:

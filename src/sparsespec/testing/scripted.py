@@ -41,10 +41,11 @@ class ScriptedTarget(LlamaForCausalLM):
         fill_random(self.weight_targets(), 0, self.device)
         self.script, self.gap = script, gap
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rotary: RotaryEmbedding) -> Tensor:
-        hidden = super().forward(token_ids, positions, attend, rotary)
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, rotary: RotaryEmbedding,
+                capture: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        hidden, captured = super().forward(token_ids, positions, attend, rotary, capture)
         hidden[:, 0], hidden[:, 1] = token_ids.float(), positions.float()  # exact below 2**24
-        return hidden
+        return hidden, captured
 
     def logits(self, hidden: Tensor) -> Tensor:
         out = torch.zeros(len(hidden), self.config.vocab_size)
