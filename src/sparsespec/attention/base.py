@@ -86,17 +86,22 @@ class SparseRows:
         places = self.tail[:, None] + torch.arange(self.longest, device=self.tail.device)
         return torch.minimum(places, self.last[:, None]), places <= self.last[:, None]
 
+    def with_tail(self, positions: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """(entries, valid) of positions [n, KV heads, w], of which counts [n, KV heads] hold, and of the tail after them."""
+        tail, valid_tail = self.tail_positions()
+        shape = (*counts.shape, self.longest)
+        valid = torch.arange(positions.shape[-1], device=tail.device) < counts[..., None]
+        places = torch.cat((torch.where(valid, positions, tail[:, None, :1]), tail[:, None].expand(shape)), -1)
+        return self.entries(places), torch.cat((valid, valid_tail[:, None].expand(shape)), -1)
+
     @cached_property
     def _all_layers(self) -> tuple[Tensor, Tensor]:
         """Entries and validity [layers, n, KV heads, width + longest] of every layer."""
-        chosen = self.positions[self.slots, :, :, :self.width].permute(1, 0, 2, 3).long()
-        layers, n, heads, _ = chosen.shape
-        tail, valid_tail = self.tail_positions()
-        valid = torch.arange(self.width, device=tail.device) < self.counts[self.slots].transpose(0, 1).unsqueeze(-1)
-        shape = (layers, n, heads, self.longest)
-        places = torch.cat((torch.where(valid, chosen, tail[:, None, :1]), tail[:, None].expand(shape)), -1)
-        entries = self.entries(places.transpose(0, 1)).transpose(0, 1)
-        return entries, torch.cat((valid, valid_tail[:, None].expand(shape)), -1)
+        n, layers, heads = len(self.slots), *self.counts.shape[1:]
+        chosen = self.positions[self.slots, :, :, :self.width].view(n, layers * heads, -1).long()
+        entries, valid = self.with_tail(chosen, self.counts[self.slots].view(n, -1))
+        shape = (n, layers, heads, -1)
+        return entries.view(shape).transpose(0, 1), valid.view(shape).transpose(0, 1)
 
 
 @dataclass(frozen=True)

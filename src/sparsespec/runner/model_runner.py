@@ -120,7 +120,7 @@ class ModelRunner:
         for i in np.flatnonzero(plan.collect).tolist():
             slot, rows, end = int(plan.slots[i]), int(plan.rows[i]), int(plan.starts[i] + plan.rows[i])
             policy = self.policies[int(self.policy[slot])]
-            if policy.uses_scores:
+            if policy.wants_scores(not self._selected[slot]):
                 scored[i] = policy.score_rows(rows, not self._selected[slot])
                 scores[i] = torch.empty(c.num_layers, c.num_kv_heads, policy.kept_rows(scored[i]), end - scored[i],
                                         dtype=torch.float32, device=self.device)

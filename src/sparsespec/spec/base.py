@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -78,6 +78,10 @@ class ProposeContext:
     tokens: Tensor
     draw: Draws
 
+    def at_most(self, most: int) -> ProposeContext:
+        """The same, with no more than `most` tokens each."""
+        return replace(self, most=np.minimum(self.most, most))
+
     def buffered(self, index: int) -> list[int]:
         """The tokens that request `index` has drafted in this round."""
         start, count = int(self.lengths[index]), int(self.drafted[index])
@@ -102,13 +106,14 @@ class DraftPolicy:
     name: ClassVar[str]
     selects: ClassVar[bool] = False  # drafts with sparse attention over what `select` gives
     proposes: ClassVar[bool] = False  # `propose` gives tokens without a pass of the target
-    uses_scores: ClassVar[bool] = False  # full passes hand their attention probabilities to `observe`
+    uses_scores: ClassVar[bool] = False  # every full pass hands its attention probabilities to `observe`
     reselects: ClassVar[bool] = False  # each draft step and layer asks `reselect` for its entries
-    per_request: ClassVar[bool] = True  # needs nothing that only an engine's start can give
+    per_request: bool = True  # needs nothing that only an engine's start can give
     feature_layers: tuple[int, ...] = ()  # outputs of these layers of the target go to `absorb`
 
     def __init__(self, config: SpeculativeConfig, model: ModelConfig) -> None:
         self.config, self.model = config, model
+        self.state: dict[int, Any] = {}  # by slot, what the policy knows of its request
 
     @property
     def drafts(self) -> bool:
@@ -124,6 +129,10 @@ class DraftPolicy:
     def budget(self, length: int) -> int:
         """Entries that a draft step sees besides the tail, at a context of `length` tokens."""
         return max(self.config.min_budget, math.ceil(self.config.sparse_attn_ratio * length))
+
+    def wants_scores(self, prompt: bool) -> bool:
+        """Whether a full pass (`prompt`: the prompt's last) is to be scored."""
+        return self.uses_scores
 
     def score_rows(self, rows: int, prompt: bool) -> int:
         """How many of a full pass's last rows are scored: all of a verification, and as many at the prompt's end."""
@@ -158,10 +167,13 @@ class DraftPolicy:
 
     def leave(self, slot: int) -> None:
         """The slot's request is gone."""
+        self.state.pop(slot, None)
 
     def take(self, slot: int) -> Any:
         """State of the slot's request beyond its selection, to be given back when it returns to the device."""
-        return None
+        return self.state.get(slot)
 
     def give(self, slot: int, state: Any) -> None:
         """The request is back, in this slot, with what `take` gave."""
+        if state is not None:
+            self.state[slot] = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,10 +11,38 @@ from sparsespec.config.speculative import PER_REQUEST, SpeculativeConfig
 from sparsespec.core.errors import InvalidValueError, UnknownFieldError
 from sparsespec.core.request import DraftTraits
 from sparsespec.spec.base import DraftPolicy
+from sparsespec.spec.hierarchy import Hierarchy
+from sparsespec.spec.magicdec import MagicDec
+from sparsespec.spec.ngram import NGram
 from sparsespec.spec.none import NoDraft
+from sparsespec.spec.oracle import Oracle
 from sparsespec.spec.pillar import Pillar
+from sparsespec.spec.quest import Quest
+from sparsespec.spec.specattn import SpecAttn
+from sparsespec.spec.window import Window
 
-POLICIES: dict[str, type[DraftPolicy]] = {p.name: p for p in (NoDraft, Pillar)}
+Factory = Callable[[SpeculativeConfig, ModelConfig], DraftPolicy]
+
+
+def _hierarchy(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
+    return Hierarchy(config, model, Pillar, NGram)
+
+
+def _triforce(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
+    return Hierarchy(config, model, Window, NGram)
+
+
+POLICIES: dict[str, Factory] = {
+    "none": NoDraft, "pillar": Pillar, "specattn": SpecAttn, "window": Window, "magicdec": MagicDec, "quest": Quest,
+    "oracle": Oracle, "ngram": NGram, "hierarchy": _hierarchy, "triforce": _triforce,
+}
+
+
+def register(name: str, factory: Factory) -> None:
+    """Make a policy of one's own selectable as speculative_config.method. Raises InvalidValueError if the name is taken."""
+    if name in POLICIES:
+        raise InvalidValueError("name", name, "already a draft policy", "Choose another")
+    POLICIES[name] = factory
 
 
 def make_policy(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
