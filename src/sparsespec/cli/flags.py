@@ -146,7 +146,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | Non
     group = parser.add_argument_group("sampling")
     hints = get_type_hints(SamplingParams)
     for f in dataclasses.fields(SamplingParams):
-        if f.init and f.name != "seed":  # --seed is the engine's: requests without a seed of their own follow from it
+        if f.init and f.name not in ("seed", _SPEC):  # these two are the engine's: requests follow from it
             default = max_tokens if f.name == "max_tokens" else f.default
             _add_field(group, flag(f.name), "sampling_" + f.name, hint=hints[f.name], help_text=SAMPLING_HELP[f.name],
                        default=default)

@@ -36,6 +36,13 @@ class ModelConfig:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def weights_a_pass(self) -> int:
+        """Weights that a forward pass reads: those of the layers and of the output head."""
+        heads = self.num_heads + 2 * self.num_kv_heads + self.num_heads
+        layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token holds over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

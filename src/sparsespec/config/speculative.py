@@ -44,6 +44,8 @@ class SpeculativeConfig:
     proposer: str = option("ngram", "hierarchy: what proposes tokens to the sparse pass", choices=("ngram", "eagle3"))
     num_proposed_tokens: int = option(4, "hierarchy: tokens that one sparse pass checks at most")
     model: str | None = option(None, "eagle3: directory or hub name of the draft head")
+    draft_cost: float | None = option(None, "cost of a draft pass relative to a verification; given, a draft ends once the "
+                                            "calibrated chance of one more accepted token is not worth it")
     schedule: str = option("unified", "unified mixes drafts and verifications in each batch; lockstep alternates",
                            choices=("unified", "lockstep"))
     verification: str = option("sync", "when the CPU handles a verification's result", choices=("sync", "delayed", "device"))
@@ -60,6 +62,8 @@ class SpeculativeConfig:
         check_range(where + "min_budget", self.min_budget, 1)
         if self.sparse_attn_mass is not None:
             check_range(where + "sparse_attn_mass", self.sparse_attn_mass, 0.0, 1.0, integer=False)
+        if self.draft_cost is not None:
+            check_range(where + "draft_cost", self.draft_cost, 0.0, 10.0, integer=False)
         check_range(where + "num_sink_tokens", self.num_sink_tokens, 0)
         check_range(where + "prompt_lookup_min", self.prompt_lookup_min, 1)
         check_range(where + "prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min,

@@ -12,10 +12,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from sparsespec.config.engine import EngineConfig
 from sparsespec.core.errors import InvalidValueError, NumericalError, UnsupportedError
 from sparsespec.core.outputs import RequestOutput
-from sparsespec.core.plan import StepResult
+from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import Request
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.engine.admission import Admission, Limits, Prompt
@@ -32,6 +34,7 @@ from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Commit, Scheduler
 from sparsespec.spec.adaptive import AdaptiveLength, FixedLength
 from sparsespec.spec.registry import PolicySet
+from sparsespec.spec.stopping import EarlyStop
 
 
 class Engine:
@@ -50,8 +53,9 @@ class Engine:
         self.pages = PageTable(slots, self.max_model_len + max_drafts + 1, config.cache.page_size, tokens // config.cache.page_size)
         self.pool = KVPool(model, self.pages.capacity, self.loaded.dtype, self.loaded.device)
         self.runner = ModelRunner(self.loaded, config, self.pool, self.pages, self.policies, self.max_model_len)
-        self.controller = AdaptiveLength(self.policy, lambda: measure_costs(self.runner)) if (
-            spec.adaptive and self.policy.drafts) else FixedLength(max_drafts)
+        self.controller = self._controller(max_drafts)
+        self.early_stop = None if spec.draft_cost is None else EarlyStop(slots, max_drafts, spec.draft_cost)
+        self.runner.decider.wants_confidence = self.early_stop is not None
         max_rows = config.scheduler.max_num_batched_tokens or (512 if self.loaded.device.type == "cpu" else 2048)
         self.scheduler = Scheduler(config.scheduler, max_rows, self.pages, make_phases(spec.schedule, max_drafts, slots),
                                    max_drafts, self._draft_length, reserve=spec.kv_policy == "reserve")
@@ -105,8 +109,8 @@ class Engine:
         result = self.runner.execute(plan)
         t2 = time.perf_counter()
         commits = self.scheduler.commit(plan, result)
-        self.controller.observe(plan, [(c.drafted, c.accepted) for c in commits if not c.request.traits.policy], t2 - t1)
         outputs = self._outputs(commits, result)
+        self._learn(plan, result, commits, t2 - t1)
         self._propose()
         t3 = time.perf_counter()
         for stage, spent in (("schedule", t1 - t0), ("execute", t2 - t1), ("commit", t3 - t2)):
@@ -114,6 +118,24 @@ class Engine:
         if not self.scheduler.num_running:
             self.scheduler.check()
         return outputs
+
+    def _controller(self, max_drafts: int) -> FixedLength:
+        if not (self.config.speculative.adaptive and self.policy.drafts):
+            return FixedLength(max_drafts)
+        model, size = self.loaded.config, self.loaded.dtype.itemsize
+        return AdaptiveLength(self.policy, lambda: measure_costs(self.runner), model.weights_a_pass * size,
+                              model.kv_bytes_per_token(size))
+
+    def _learn(self, plan: StepPlan, result: StepResult, commits: Sequence[Commit], seconds: float) -> None:
+        """Let the controllers see a step; where one stops drafting, drafts that are under way are verified as they are."""
+        if self.early_stop is not None:
+            self.early_stop.verified(plan, result)
+            self.scheduler.stop_drafting(self.early_stop.drafted(plan, result))
+        before = self.controller.draft_length()
+        self.controller.observe(plan, [(c.drafted, c.accepted) for c in commits if not c.request.traits.policy], seconds)
+        if before and not self.controller.draft_length():
+            s = self.scheduler
+            s.stop_drafting(np.flatnonzero(s.active & (s.policy == 0) & (s.drafted < s.target)))
 
     def _propose(self) -> None:
         """Let cheap proposers extend the rounds that wait for them; requests that ended meanwhile have left."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,12 @@ def measure_costs(runner: ModelRunner) -> StepCosts:
         x, c, s = hidden[:rows], cos[:rows], sin[:rows]
         layer.append(_seconds(lambda x=x, c=c, s=s: model.layers[0](0, x, c, s, _NoAttention()), device))  # type: ignore[misc]
         head.append(_seconds(lambda x=x: model.logits(x), device, 1))  # type: ignore[misc]
-    return StepCosts(model.config.num_layers, _ROWS, tuple(layer), tuple(head), *_attention(runner))
+    return StepCosts(model.config.num_layers, _ROWS, _rising(layer), _rising(head), *_attention(runner))
+
+
+def _rising(seconds: list[float]) -> tuple[float, ...]:
+    """No more for fewer rows than for more: what exceeds that was somebody else's load."""
+    return tuple(np.minimum.accumulate(seconds[::-1])[::-1].tolist())
 
 
 def _attention(runner: ModelRunner) -> tuple[tuple[float, float, float], tuple[float, float], float]:

@@ -113,6 +113,7 @@ class DraftPolicy:
 
     def __init__(self, config: SpeculativeConfig, model: ModelConfig) -> None:
         self.config, self.model = config, model
+        self.scale = 1.0  # of the budget; the adaptive mode turns it
         self.state: dict[int, Any] = {}  # by slot, what the policy knows of its request
 
     @property
@@ -126,9 +127,13 @@ class DraftPolicy:
 
     # -- selection -------------------------------------------------------------------------------------------------
 
-    def budget(self, length: int) -> int:
-        """Entries that a draft step sees besides the tail, at a context of `length` tokens."""
+    def base_budget(self, length: int) -> int:
+        """Entries that a draft step sees besides the tail, at a context of `length` tokens, as configured."""
         return max(self.config.min_budget, math.ceil(self.config.sparse_attn_ratio * length))
+
+    def budget(self, length: int) -> int:
+        """The same, as scaled now."""
+        return math.ceil(self.scale * self.base_budget(length))
 
     def wants_scores(self, prompt: bool) -> bool:
         """Whether a full pass (`prompt`: the prompt's last) is to be scored."""

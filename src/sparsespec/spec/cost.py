@@ -1,7 +1,8 @@
-"""What an iteration costs, from a few measurements, and what a round of k drafts gains (SparseSpec's speed-up model).
+"""What an iteration costs, from a few measurements, and what rounds of drafts gain (SparseSpec's speed-up model, generalised).
 
-With B requests of which each iteration verifies B/(k+1), an iteration carries (2k+1)/(k+1)·B rows of matrix products,
-full attention over B/(k+1) requests and sparse attention over B·k/(k+1), and gives B/(k+1)·(1 + accepted) tokens.
+A round is some draft passes and one verification, each an iteration. With B requests spread evenly over the phases, an
+iteration carries B / (passes + 1) verifications of k + 1 rows with full attention, and draft passes for all others. Sparse
+drafts take k passes of one row; a proposer alone takes none; a proposer under the sparse pass takes fewer, of more rows.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ class StepCosts:
         overhead, token, token_row = self.dense
         return self.layers * items * (overhead + length * (token + token_row * (rows - 1)))
 
-    def iteration(self, batch: int, length: float, k: int, view: float) -> float:
-        """Mean iteration at k drafts a round; `view`: entries that a draft sees. k = 0 is plain decoding."""
+    def iteration(self, batch: int, length: float, k: int, view: float, passes: float, pass_rows: float = 1.0) -> float:
+        """Mean iteration of rounds that verify k drafts after `passes` draft passes of `pass_rows` rows, each of which sees
+        `view` entries. k = 0 is plain decoding."""
         if k == 0:
             return self.products(batch) + self.full(batch, 1, length)
-        verifies, drafts = batch / (k + 1), batch * k / (k + 1)
+        verifies = batch / (passes + 1)
+        drafts = verifies * passes
         overhead, entry = self.sparse
-        return (self.products(verifies * (k + 1) + drafts) + self.full(verifies, k + 1, length)
-                + self.layers * (overhead + drafts * view * entry + verifies * length * self.select))
+        out = self.products(verifies * (k + 1) + drafts * pass_rows) + self.full(verifies, k + 1, length)
+        if passes:
+            out += self.layers * (overhead + drafts * pass_rows * view * entry + verifies * length * self.select)
+        return out
 
 
 def expected_tokens(acceptance: Sequence[float], k: int) -> float:
@@ -53,6 +58,9 @@ def expected_tokens(acceptance: Sequence[float], k: int) -> float:
     return 1.0 + float(np.cumprod(np.asarray(acceptance[:k], float)).sum())
 
 
-def gain(costs: StepCosts, batch: int, length: float, k: int, view: float, tokens: float) -> float:
-    """Speed-up over plain decoding of rounds of k drafts that give `tokens` tokens."""
-    return tokens / (k + 1) * costs.iteration(batch, length, 0, view) / costs.iteration(batch, length, k, view)
+def most_gain(weight_bytes: float, kv_bytes: float) -> float:
+    """No sparse drafts can gain more over plain decoding: each pass reads the weights still, and at best no KV.
+
+    weight_bytes, kv_bytes: what a plain iteration reads.
+    """
+    return 1.0 + kv_bytes / weight_bytes

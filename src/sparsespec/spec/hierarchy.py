@@ -37,8 +37,8 @@ class Hierarchy(DraftPolicy):
     def wants_scores(self, prompt: bool) -> bool:
         return self.middle.wants_scores(prompt)
 
-    def budget(self, length: int) -> int:
-        return self.middle.budget(length)
+    def base_budget(self, length: int) -> int:
+        return self.middle.base_budget(length)
 
     def score_rows(self, rows: int, prompt: bool) -> int:
         return self.middle.score_rows(rows, prompt)
@@ -50,6 +50,7 @@ class Hierarchy(DraftPolicy):
         self.middle.observe(probs, out)
 
     def select(self, verified: Verified) -> Selection:
+        self.middle.scale = self.scale
         return self.middle.select(verified)
 
     def propose(self, context: ProposeContext) -> list[list[int]] | np.ndarray:

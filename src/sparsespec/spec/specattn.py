@@ -22,7 +22,7 @@ class SpecAttn(DraftPolicy):
     selects = True
     uses_scores = True
 
-    def budget(self, length: int) -> int:
+    def base_budget(self, length: int) -> int:
         ratio = self.config.sparse_attn_ratio
         least = self.config.min_budget
         return min(max(math.ceil(ratio * length), least), max(least, math.ceil(ratio * self.model.max_position_embeddings)))
