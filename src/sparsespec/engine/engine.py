@@ -202,8 +202,8 @@ def _refuse_unsupported(config: EngineConfig) -> None:
     if spec.verification != "sync":
         raise UnsupportedError("speculative_config.verification", spec.verification, "not available yet", 'Use "sync"')
     if spec.draft_cost is not None and (spec.verification != "sync" or spec.method in ("ngram", "eagle3", "hierarchy", "triforce")):
-        raise UnsupportedError("speculative_config.draft_cost", spec.draft_cost, "needs drafts that come one by one and are read at "
-                               "once", 'Leave it out, or use a policy of sparse drafts alone with verification="sync"')
+        raise UnsupportedError("speculative_config.draft_cost", spec.draft_cost, "needs drafts that come and are read one by one",
+                               'Leave it out, or use a policy of sparse drafts alone with verification="sync"')
     if config.parallel.tensor_parallel_size != 1:
         raise UnsupportedError("tensor_parallel_size", config.parallel.tensor_parallel_size, "not available yet", "Use 1")
     if config.cache.kv_offloading_size:
