@@ -123,5 +123,6 @@ def questions(records: Sequence[Record], where: str, name: str | None = None) ->
         if form.keep(record):
             out.append(form.question(record, index, where))
     if not out:
-        raise InvalidValueError("dataset", where, f"none of its {len(records)} {label} records is text-only", "Give a text-only subset")
+        raise InvalidValueError("dataset", where, f"none of its {len(records)} records is text-only",
+                                "Give a text-only subset")
     return label, out
