@@ -10,7 +10,7 @@ separate draft head or a look-up costs is not in it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,43 +36,40 @@ class Gpu:
     parameters: float
     read_bytes_per_second: float
 
-    def gemm(self, rows: float, parameters: float) -> float:
-        """Seconds of a step's matrix products; past the curve they grow with the rows, and with the weights everywhere."""
-        beyond = max(1.0, rows / self.rows[-1])
-        return float(np.interp(rows, self.rows, self.milliseconds)) / 1e3 * beyond * parameters / self.parameters
-
-    def attention(self, kv_bytes: float) -> float:
-        """Seconds to read these bytes of KV."""
-        return kv_bytes / self.read_bytes_per_second
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model as the GPU sees it. parameters: weights of matrix products; kv_bytes: of one token."""
-
-    name: str
-    parameters: int
-    kv_bytes: int
-
-    @classmethod
-    def of(cls, name: str, c: ModelConfig) -> Shape:
-        """The shape of a dense model."""
-        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
-        layers = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
-        return cls(name, layers + c.vocab_size * c.hidden_size, c.kv_bytes_per_token(_BYTES))
-
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> ModelConfig:
     return ModelConfig("qwen3", 151936, hidden, intermediate, layers, heads, 8, 128)
 
 
-SHAPES = {name: Shape.of(name, config) for name, config in (
-    ("qwen3-1.7b", _qwen3(2048, 6144, 28, 16)), ("qwen3-8b", _qwen3(4096, 12288, 36, 32)),
-    ("qwen3-14b", _qwen3(5120, 17408, 40, 40)))}
+def _parameters(c: ModelConfig) -> int:
+    """Weights that a step multiplies with: the layers' and the head's."""
+    attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+    return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
+
+
+MODELS = {"qwen3-1.7b": _qwen3(2048, 6144, 28, 16), "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+          "qwen3-14b": _qwen3(5120, 17408, 40, 40)}
 # Matrix products of Qwen3-8B in bfloat16 (36 layers and the head), torch 2.11, CUDA 13.
 GPUS = {g.name: g for g in (Gpu(
     "h200", (1, 64, 128, 192, 256, 384, 512, 768, 1024, 2048), (4.7, 4.9, 5.0, 6.3, 6.5, 8.9, 11.3, 17.3, 23.5, 46.4),
-    SHAPES["qwen3-8b"].parameters, 4.33e12),)}
+    _parameters(MODELS["qwen3-8b"]), 4.33e12),)}
+
+
+class Costs:
+    """Milliseconds of a step's parts for one model on one GPU."""
+
+    def __init__(self, gpu: Gpu, model: ModelConfig) -> None:
+        self.gpu, self.scale = gpu, _parameters(model) / gpu.parameters
+        self.kv_bytes = model.kv_bytes_per_token(_BYTES)
+
+    def gemm(self, rows: float) -> float:
+        """All matrix products over `rows` rows; past the curve they grow with the rows, and with the weights everywhere."""
+        beyond = max(1.0, rows / self.gpu.rows[-1])
+        return float(np.interp(rows, self.gpu.rows, self.gpu.milliseconds)) * beyond * self.scale
+
+    def attention(self, tokens: float) -> float:
+        """Reading the KV of `tokens` tokens."""
+        return tokens * self.kv_bytes / self.gpu.read_bytes_per_second * 1e3
 
 
 @dataclass(frozen=True)
@@ -89,27 +86,27 @@ class Round:
 class Scenario:
     """Where it would run: `batch` requests of `context` tokens each (None: the measured context)."""
 
-    gpu: Gpu
-    shape: Shape
+    gpu: str
+    model: str
+    costs: Costs
     batch: int
     context: int | None
 
     def speedup(self, r: Round, context: float) -> float:
         """Tokens a second over those of plain decoding."""
-        gpu, shape, batch = self.gpu, self.shape, self.batch
-        attention = gpu.attention(batch * (self.context or context) * shape.kv_bytes)
-        plain = gpu.gemm(batch, shape.parameters) + attention
+        attention = self.costs.attention(self.batch * (self.context or context))
         per_pass = r.tokens / r.passes
-        return per_pass * plain / (gpu.gemm(batch * r.rows / r.passes, shape.parameters) + per_pass * r.kv_share * attention)
+        step = self.costs.gemm(self.batch * r.rows / r.passes) + per_pass * r.kv_share * attention
+        return per_pass * (self.costs.gemm(self.batch) + attention) / step
 
     def describe(self) -> dict[str, Any]:
         """As plain data."""
-        return {"gpu": asdict(self.gpu), "model": asdict(self.shape), "batch": self.batch, "context": self.context}
+        return {"gpu": self.gpu, "model": self.model, "batch": self.batch, "context": self.context}
 
 
 def scenario(gpu: str, model: str, batch: int, context: int | None, loaded: LoadedModel) -> Scenario:
     """From the names a user gives. Raises InvalidValueError, or ModelLoadError for a directory that is none."""
-    return Scenario(_gpu(gpu), _shape(model, loaded), batch, context)
+    return Scenario(gpu, loaded.name if model == "this" else model, Costs(_gpu(gpu), _model(model, loaded)), batch, context)
 
 
 def _gpu(name: str) -> Gpu:
@@ -117,8 +114,7 @@ def _gpu(name: str) -> Gpu:
         return GPUS[name]
     remedy = f"Choose from {', '.join(GPUS)}, or give a JSON file with {', '.join(Gpu.__dataclass_fields__)}"
     try:
-        values = json.loads(Path(name).read_text(encoding="utf-8"))
-        gpu: Gpu = from_dict(Gpu, values, "gpu")
+        gpu: Gpu = from_dict(Gpu, json.loads(Path(name).read_text(encoding="utf-8")), "gpu")
         fine = len(gpu.rows) == len(gpu.milliseconds) > 0 and list(gpu.rows) == sorted(gpu.rows) and min(
             *gpu.rows, *gpu.milliseconds, gpu.parameters, gpu.read_bytes_per_second) > 0
     except (OSError, ValueError, TypeError, AttributeError) as e:
@@ -128,11 +124,11 @@ def _gpu(name: str) -> Gpu:
     return gpu
 
 
-def _shape(name: str, loaded: LoadedModel) -> Shape:
-    if name in SHAPES:
-        return SHAPES[name]
+def _model(name: str, loaded: LoadedModel) -> ModelConfig:
     if name == "this":
-        return Shape.of(loaded.name, loaded.config)
+        return loaded.config
+    if name in MODELS:
+        return MODELS[name]
     from sparsespec.loader.safetensors import HFDirectory, find_model
 
-    return Shape.of(name, HFDirectory(find_model(name)).config)
+    return HFDirectory(find_model(name)).config

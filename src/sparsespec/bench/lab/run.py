@@ -73,15 +73,13 @@ class Laboratory:
 
     def decode(self, cell: Cell, context: Context, temperature: float) -> tuple[Tally, list[list[int]]]:
         """Run one cell. Raises InvalidValueError where the engine refuses its policy."""
-        tokens, room = self.options.max_tokens, cell.k + 2
+        tokens, count, room = self.options.max_tokens, len(context.prompts), (cell.k or 0) + 2
         params = context.params(temperature, tokens, room)
-        together = context.prompts if self.options.reuse_prefill else [[]]
-        longest = max(map(len, context.prompts))
         llm = LLM(self.loaded, speculative_config=cell.config(self.spec), **{
-            **self.settings, "max_num_seqs": max(len(together), 1),
-            "kv_cache_tokens": max(len(together), 1) * (longest + tokens + room + _SPARE),
-            "max_num_batched_tokens": max(512, len(together) * (_RECOMPUTED + cell.k + 1))})
-        if self.options.reuse_prefill:
+            **self.settings, "max_num_seqs": count,
+            "kv_cache_tokens": count * (max(map(len, context.prompts)) + tokens + room + _SPARE),
+            "max_num_batched_tokens": max(512, count * (_RECOMPUTED + room))})
+        if self.options.reuse_prefill and not getattr(llm.engine.policy, "feature_layers", ()):  # those need the prompt's states
             return decode(llm.engine, self.cache.seat(llm, context.prompts, params, _RECOMPUTED), tokens)
         total, outputs = Tally(), []  # one after the other, so that no request decodes while another's prompt is computed
         for index, ids in enumerate(context.prompts):
@@ -103,9 +101,8 @@ class Laboratory:
             different = measure_gaps(self._plain_llm(context), context.prompts, plain or [], different)
         return {
             "dataset": context.dataset, "context": context.asked, "temperature": temperature,
-            "policy": cell.policy, "method": cell.method, "k": cell.k if cell.drafts else None,
-            "s": cell.s if cell.drafts else None, "curve": cell.curve, "prompts": len(context.prompts),
-            "prompt_tokens": sum(map(len, context.prompts)) / len(context.prompts),
+            "policy": cell.policy, "method": cell.method, "k": cell.k, "s": cell.s, "curve": cell.curve,
+            "prompts": len(context.prompts), "prompt_tokens": sum(map(len, context.prompts)) / len(context.prompts),
             **tally.figures(self.kv_bytes, self.options.context_bucket),
             "predicted_speedup": self.scenario.speedup(found, tally.context()) if found else None,
             "lossless": None if plain is None else explained(different, str(self.loaded.dtype)),

@@ -33,7 +33,7 @@ def show(report: Report, console: Console) -> None:
             console.print(_positions(cells))
     s = report.scenario
     context = f"{s['context']:,} tokens" if s["context"] else "the measured length"
-    console.print(f"predicted: {s['model']['name']} on {s['gpu']['name']}, {s['batch']} requests of {context}", highlight=False)
+    console.print(f"predicted: {s['model']} on {s['gpu']}, {s['batch']} requests of {context}", highlight=False)
     for policy, reason in report.left_out.items():
         console.print(f"left out: {policy}: {reason}", highlight=False, markup=False)
     compared = [c for c in report.cells if c["lossless"] is not None]
@@ -56,7 +56,7 @@ def grouped(cells: list[Figures]) -> Iterator[tuple[str, list[Figures]]]:
 
 def label(cell: Figures) -> str:
     """A cell in few words."""
-    return cell["policy"] if cell["k"] is None else f"{cell['policy']} k={cell['k']} s={cell['s']:g}"
+    return cell["policy"] + "".join(f" {name}={cell[name]:g}" for name in ("k", "s") if cell[name] is not None)
 
 
 def _number(value: float | None, form: str, suffix: str = "") -> str:
@@ -66,8 +66,8 @@ def _number(value: float | None, form: str, suffix: str = "") -> str:
 def _figures(title: str, cells: list[Figures]) -> Table:
     table = Table(title=escape(title))
     table.add_column("policy", overflow="fold")
-    for name in ("k", "s", "accepted", "tokens a\nverification", "tokens a\npass", "KV MB\na token", "of\nplain", "predicted\nspeed-up",
-                 "lossless"):
+    for name in ("k", "s", "accepted", "tokens a\nverification", "tokens a\npass", "KV MB\na token", "of\nplain",
+                 "predicted\nspeed-up", "lossless"):
         table.add_column(name, justify="right")
     for c in cells:
         lossless = {None: "-", True: "yes" if not c["different_outputs"] else "near-tie", False: "no"}[c["lossless"]]
