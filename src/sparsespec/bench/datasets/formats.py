@@ -49,7 +49,7 @@ class Format:
 
     def question(self, record: Record, index: int, where: str) -> Question:
         """The record as a question. Raises InvalidValueError for one without text."""
-        text = _first(record, self.text)
+        text = next((v for v in map(record.get, self.text) if isinstance(v, str) and v.strip()), None)  # a number is no text
         if text is None:
             raise InvalidValueError(f"{where}[{index}]", sorted(record), f"{'/'.join(self.text)} is empty", "Remove the record")
         return Question(_first(record, self.ids) or str(index), self.ask(record, text.strip()), _first(record, self.answer))

@@ -18,7 +18,7 @@ from sparsespec.bench.datasets import shipped
 from sparsespec.bench.datasets.build import Dataset
 from sparsespec.bench.datasets.formats import FORMATS, Question, Record, questions
 from sparsespec.bench.datasets.traces import trace
-from sparsespec.core.errors import InvalidValueError, UnsupportedError
+from sparsespec.core.errors import InvalidValueError, SparseSpecError, UnsupportedError
 
 SHIPPED: dict[str, Callable[[], Dataset]] = {
     "reasoning": lambda: Dataset("reasoning", "chat", shipped.reasoning()),
@@ -63,6 +63,8 @@ def read_records(path: Path) -> list[Record]:
         raise InvalidValueError("dataset", str(path), "its ending is none of " + ", ".join(_READERS), "Rename or convert it")
     try:
         records = reader(path)
+    except SparseSpecError:
+        raise
     except (OSError, ValueError) as e:  # JSON, Unicode and Arrow errors are ValueErrors
         raise InvalidValueError("dataset", str(path), f"not readable as {path.suffix[1:]} ({e})", "Download it again") from e
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -64,11 +65,11 @@ def _number(value: float | None, form: str, suffix: str = "") -> str:
 
 
 def _figures(title: str, cells: list[Figures]) -> Table:
-    table = Table(title=escape(title))
+    table = Table(title=escape(title), box=SIMPLE_HEAD)
     table.add_column("policy", overflow="fold")
     for name in ("k", "s", "accepted", "tokens a\nverification", "tokens a\npass", "KV MB\na token", "of\nplain",
                  "predicted\nspeed-up", "lossless"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for c in cells:
         lossless = {None: "-", True: "yes" if not c["different_outputs"] else "near-tie", False: "no"}[c["lossless"]]
         accepted = f"{c['accepted']:.2f} of {c['drafted']:.2f}" if c["drafted"] else "-"
@@ -82,10 +83,10 @@ def _figures(title: str, cells: list[Figures]) -> Table:
 def _positions(cells: list[Figures]) -> Table:
     drafting = [c for c in cells if c["accepted_by_position"]]
     depth = min(max(len(c["accepted_by_position"]) for c in drafting), _POSITIONS)
-    table = Table(title="share of rounds that accept the draft at each position")
-    table.add_column("")
+    table = Table(title="share of rounds that accept the draft at each position", box=SIMPLE_HEAD)
+    table.add_column("", overflow="fold")
     for i in range(depth):
-        table.add_column(str(i + 1), justify="right")
+        table.add_column(str(i + 1), justify="right", no_wrap=True)
     for c in drafting:
         shares = c["accepted_by_position"][:depth]
         table.add_row(escape(label(c)), *(f"{share:.2f}" for share in shares), *[""] * (depth - len(shares)))
