@@ -90,10 +90,10 @@ def decode(engine: Engine, requests: Sequence[Request], tokens: int) -> tuple[Ta
     Steps up to the first token of every request are not counted. The requests may want more than `tokens`, so that no
     round before is cut short by their limit; they are aborted when they have enough.
     """
-    while any(r.slot >= 0 and not r.output_token_ids for r in requests):
+    while any(not r.output_token_ids for r in _live(engine, requests)):
         engine.step()
     _release(engine, requests, tokens)
-    live = [r for r in requests if r.slot >= 0]
+    live = _live(engine, requests)
     tally, before = Tally(), engine.stats()
     while live:
         had = [(r.num_tokens, r.metrics.num_draft_tokens, r.metrics.num_accepted_tokens) for r in live]
@@ -105,14 +105,18 @@ def decode(engine: Engine, requests: Sequence[Request], tokens: int) -> tuple[Ta
                 tally.verifications.append(Verification(length, m.num_draft_tokens - drafted, m.num_accepted_tokens - accepted,
                                                         r.num_tokens - length))
         _release(engine, live, tokens)
-        live = [r for r in live if r.slot >= 0]
+        live = _live(engine, live)
     after = engine.stats()
     tally.rows = after["gemm_rows"] - before["gemm_rows"]
     tally.kv_bytes = after["kv_bytes_read"] - before["kv_bytes_read"]
     return tally, [r.output_token_ids[:tokens] for r in requests]
 
 
+def _live(engine: Engine, requests: Sequence[Request]) -> list[Request]:
+    return [r for r in requests if r.request_id in engine.groups]
+
+
 def _release(engine: Engine, requests: Sequence[Request], tokens: int) -> None:
-    for r in requests:
-        if r.slot >= 0 and len(r.output_token_ids) >= tokens:
+    for r in _live(engine, requests):
+        if len(r.output_token_ids) >= tokens:
             engine.abort(r.request_id)
