@@ -14,6 +14,7 @@ import pytest
 from sparsespec import LLM
 from sparsespec.bench.datasets import SHIPPED, TRACES, Question, build, load
 from sparsespec.bench.datasets.load import read_records
+from sparsespec.cli.main import main
 from sparsespec.core.errors import InvalidValueError, SparseSpecError, UnsupportedError
 from sparsespec.loader.loaded import LoadedModel
 
@@ -217,3 +218,13 @@ def test_random_and_traces_need_no_tokenizer(tiny_models: dict[str, LoadedModel]
     with pytest.raises(SparseSpecError, match="tokenizer"):
         build(load("code"), llm, 1, 10)
     assert Question("a", "b").answer is None
+
+
+def test_throughput_of_a_trace(tiny_models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch, one_thread: None,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sparsespec.engine.engine.load_model", lambda *_, **__: tiny_models["qwen3"])
+    assert main(["bench", "throughput", "--dataset", "trace=aime", "--length-scale", "0.002", "--num-prompts", "3", "--compare",
+                 "none", "--max-model-len", "128", "--no-speculative-config.adaptive", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(a["token_ids"]) for a in found["answers"]] == [out for _, out in TRACES["aime"].lengths(3, 0, 0.002)]
+    assert found["outputs_identical"] is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from sparsespec import LLM, SamplingParams
+from sparsespec.bench.datasets import SHIPPED
 from sparsespec.bench.lab import run as lab
 from sparsespec.bench.lab.matrix import BASELINE, make_cells
 from sparsespec.bench.lab.options import AcceptanceOptions, SweepOptions
@@ -17,7 +19,8 @@ from sparsespec.bench.lab.plots import draw
 from sparsespec.bench.lab.predict import GPUS, Costs, Round, Scenario, scenario
 from sparsespec.bench.lab.tally import Tally, Verification
 from sparsespec.bench.prefill import PromptCache
-from sparsespec.cli.main import main
+from sparsespec.cli.bench_lab import options_from
+from sparsespec.cli.main import build_parser, main
 from sparsespec.core.errors import CapacityError, InvalidValueError, UnsupportedError
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.spec.none import NoDraft
@@ -315,3 +318,16 @@ def test_answers_are_written_out_to_a_context(smol: LoadedModel, monkeypatch: py
     assert plain["dataset"] == "reasoning"
     assert pillar["lossless"] is True
     assert pillar["accepted"] > 1
+
+
+def test_the_documented_commands_are_understood() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "bench.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = [line.split() for block in blocks for line in block.splitlines() if line.startswith("sparsespec ")]
+    assert len(commands) >= 6
+    for command in commands:
+        args = build_parser().parse_args(command[1:])
+        if hasattr(args, "options"):
+            assert make_cells(options_from(args))
+    for name in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE):
+        assert name in SHIPPED

@@ -28,12 +28,18 @@ def register(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         parser.set_defaults(command=run, options=options)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Exit code 1 where a greedy output differs from plain decoding by more than rounding explains."""
+def options_from(args: argparse.Namespace) -> AcceptanceOptions | SweepOptions:
+    """The options that the flags describe. Raises InvalidValueError."""
     cls: Options = args.options
     given = {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     options: AcceptanceOptions | SweepOptions = from_dict(cls, values, "bench")
+    return options
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 where a greedy output differs from plain decoding by more than rounding explains."""
+    options = options_from(args)
     from rich.console import Console
 
     from sparsespec.bench.lab.matrix import make_cells
