@@ -68,12 +68,15 @@ def _bars(key: str, text: str, unit: float) -> Draw:
 
 
 def _lines(axes: Any, lines: dict[str, list[tuple[float, float]]], x: str, y: str) -> None:
+    from matplotlib import colormaps
+
+    axes.set_prop_cycle(color=colormaps["tab20"].colors)
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
     axes.set(xlabel=x, ylabel=y)
     axes.margins(y=0.1)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _by_position(axes: Any, members: list[Figures]) -> None:

@@ -17,7 +17,7 @@ from sparsespec.bench.lab.run import Report
 
 Figures = dict[str, Any]
 _POSITIONS = 20  # columns of the table by position
-WIDTH = 100  # characters that the tables need
+WIDTH = 108  # characters that the tables need
 
 
 def document(report: Report, options: LabOptions) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def _number(value: float | None, form: str, suffix: str = "") -> str:
 
 
 def _figures(title: str, cells: list[Figures]) -> Table:
-    table = Table(title=escape(title), box=SIMPLE_HEAD)
-    table.add_column("policy", overflow="fold")
+    table = Table(title=escape(title), box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", overflow="fold", min_width=12)
     for name in ("k", "s", "accepted", "tokens a\nverification", "tokens a\npass", "KV MB\na token", "of\nplain",
                  "predicted\nspeed-up", "lossless"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -83,8 +83,8 @@ def _figures(title: str, cells: list[Figures]) -> Table:
 def _positions(cells: list[Figures]) -> Table:
     drafting = [c for c in cells if c["accepted_by_position"]]
     depth = min(max(len(c["accepted_by_position"]) for c in drafting), _POSITIONS)
-    table = Table(title="share of rounds that accept the draft at each position", box=SIMPLE_HEAD)
-    table.add_column("", overflow="fold")
+    table = Table(title="share of rounds that accept the draft at each position", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", overflow="fold", min_width=20)
     for i in range(depth):
         table.add_column(str(i + 1), justify="right", no_wrap=True)
     for c in drafting:
