@@ -70,7 +70,7 @@ def _bars(key: str, text: str, unit: float) -> Draw:
 def _lines(axes: Any, lines: dict[str, list[tuple[float, float]]], x: str, y: str) -> None:
     from matplotlib import colormaps
 
-    axes.set_prop_cycle(color=colormaps["tab20"].colors)
+    axes.set_prop_cycle(color=list(colormaps["tab20"](range(20))))
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
     axes.set(xlabel=x, ylabel=y)
@@ -83,6 +83,7 @@ def _by_position(axes: Any, members: list[Figures]) -> None:
     lines: dict[str, list[tuple[float, float]]] = {
         label(c): list(enumerate(c["accepted_by_position"], 1)) for c in members if c["accepted_by_position"]}
     _lines(axes, lines, "position of the draft", "share of rounds that accept it")
+    axes.set_xticks(range(1, max(map(len, lines.values()), default=1) + 1))
 
 
 def _by_context(axes: Any, members: list[Figures]) -> None:
