@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 from sparsespec import LLM, SamplingParams
+from sparsespec.bench.prefill import PromptCache
 from sparsespec.config import LoadConfig
 from sparsespec.loader import default_model_path, load_model
 from sparsespec.loader.loaded import LoadedModel
@@ -43,39 +43,15 @@ class Decoding:
     """Engines whose requests start with a prompt already computed."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
+        self.loaded, self.cache = loaded, PromptCache(loaded)
         source = Path(torch.__file__).parent / "nn" / "modules" / "module.py"
         self.ids = loaded.tokenizer(source.read_text(encoding="utf-8"))["input_ids"]
-        self._kv: dict[int, torch.Tensor] = {}
-
-    def prompt_kv(self, length: int) -> torch.Tensor:
-        """KV [layers, 2, KV heads, length, D] of the first `length` tokens."""
-        if length not in self._kv:
-            llm = LLM(self.loaded, max_num_seqs=1, kv_cache_tokens=length + 16, speculative_config=PLAIN)
-            params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-            llm.engine.add_request("prompt", {"prompt_token_ids": self.ids[:length]}, params)
-            while llm.engine.scheduler.computed[0] < length:
-                llm.engine.step()
-            entries = llm.engine.pages.positions_to_entries(0, np.arange(length))
-            self._kv[length] = llm.engine.pool.data[:, :, :, torch.from_numpy(entries)].clone()
-        return self._kv[length]
 
     def rate(self, batch: int, length: int, tokens: int, spec: dict[str, Any]) -> dict[str, float]:
         """Tokens a second while all `batch` requests run, and what the drafts did."""
-        kv = self.prompt_kv(length)
         llm = LLM(self.loaded, max_num_seqs=batch, kv_cache_tokens=batch * (length + tokens + 64), speculative_config=spec)
         engine, scheduler = llm.engine, llm.engine.scheduler
-        for i in range(batch):
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-            engine.add_request(str(i), {"prompt_token_ids": self.ids[:length]}, params)
-        plan = scheduler.schedule()  # seats everybody; the plan itself is dropped
-        if plan is None:
-            raise RuntimeError("nothing was scheduled")
-        for request in scheduler.requests:
-            if request is not None:
-                entries = engine.pages.positions_to_entries(request.slot, np.arange(length))
-                engine.pool.data[:, :, :, torch.from_numpy(entries)] = kv
-                scheduler.computed[request.slot] = length - 1
+        self.cache.seat(llm, [self.ids[:length]] * batch, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
         engine.step()
         counters = scheduler.counters
         tokens0, steps0, start = counters.num_emitted_tokens, counters.iterations, time.perf_counter()

@@ -20,7 +20,7 @@ from sparsespec.core.errors import InvalidValueError, SparseSpecError, UnknownFi
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.loader.loaded import LoadedModel
 
-COMMANDS = (["generate"], ["chat"], ["bench", "throughput"])
+COMMANDS = (["generate"], ["chat"], ["bench", "throughput"], ["bench", "acceptance"], ["bench", "sweep"])
 
 
 def parse(*argv: str) -> Any:

@@ -13,8 +13,8 @@ from sparsespec.loader import dequant
 from sparsespec.loader.dequant import SUPPORTED, dequantize
 
 # kind: (block bytes, where its float16 scales are)
-LAYOUT = {"Q4_0": (18, (0,)), "Q4_1": (20, (0, 2)), "Q8_0": (34, (0,)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)),
-          "Q6_K": (210, (208,))}
+LAYOUT = {"Q4_0": (18, (0,)), "Q4_1": (20, (0, 2)), "Q5_0": (22, (0,)), "Q5_1": (24, (0, 2)), "Q8_0": (34, (0,)),
+          "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
 
 
 def random_blocks(kind: str, rows: int, blocks: int, seed: int) -> np.ndarray[Any, Any]:
@@ -42,7 +42,7 @@ def test_random_blocks(kind: str) -> None:
     assert got.unique().numel() > 100
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_quantised_values(kind: str) -> None:
     """What the package quantised comes back near to what went in."""
     values = np.random.default_rng(2).standard_normal((16, 96)).astype(np.float32)

@@ -12,10 +12,10 @@ from sparsespec.core.errors import InvalidValueError
 class ThroughputOptions:
     """What `bench throughput` runs."""
 
-    dataset: str = option("reasoning", "reasoning: the problems shipped with the package; random: random token ids",
-                          choices=("reasoning", "random"))
+    dataset: str = option("reasoning", "reasoning, code, longdoc, random, trace=aime, a file, FORMAT=FILE or FORMAT=hub:NAME")
     num_prompts: int = option(16, "prompts in the batch")
-    input_len: int = option(128, "tokens of a random prompt")
+    input_len: int = option(128, "tokens of a random prompt, a text or a document")
+    length_scale: float = option(1.0, "multiplies the lengths of a trace")
     max_tokens: int = option(256, "most tokens an answer has; random prompts get exactly as many")
     temperature: float = option(0.0, "0 is greedy, and only then can outputs be compared")
     compare: str | None = option(None, "give none to run the same prompts without speculation too, and compare the outputs")
@@ -29,3 +29,4 @@ class ThroughputOptions:
         for name in ("num_prompts", "input_len", "max_tokens", "repeat"):
             check_range(name, getattr(self, name), 1)
         check_range("temperature", self.temperature, 0.0, integer=False)
+        check_range("length_scale", self.length_scale, 1e-6, integer=False)

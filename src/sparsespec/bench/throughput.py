@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from sparsespec.bench.compare import Difference, differences, explained, measure_gaps
-from sparsespec.bench.datasets import Item, random_ids, reasoning
+from sparsespec.bench.datasets import Item, build, load
 from sparsespec.bench.options import ThroughputOptions
 from sparsespec.config import SpeculativeConfig
 from sparsespec.core.outputs import RequestOutput
@@ -106,7 +106,7 @@ def _minus(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _run_pass(llm: LLM, name: str, items: Sequence[Item], params: SamplingParams, *, repeat: int,
+def _run_pass(llm: LLM, name: str, items: Sequence[Item], params: Sequence[SamplingParams], *, repeat: int,
               progress: bool) -> Pass:
     prompts = [item.prompt for item in items]
     if progress:
@@ -130,21 +130,22 @@ def run(options: ThroughputOptions, engine: dict[str, Any], *, progress: bool = 
     model, spec = engine.pop("model", None), engine.pop("speculative_config", None) or {}
     passes: list[Pass] = []
     items: list[Item] = []
+    params: list[SamplingParams] = []
     llm: LLM | None = None
-    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens,
-                            ignore_eos=options.dataset == "random")
+    dataset = load(options.dataset)
     for name, config in _variants(options, spec):
         loaded = llm.loaded if llm else model
         del llm  # its KV cache goes before the next one is made
         llm = LLM(loaded, speculative_config=config, **engine)
         if not items:
-            seed = engine.get("seed", 0)
-            items = (reasoning(llm, options.num_prompts) if options.dataset == "reasoning" else
-                     random_ids(llm.loaded.config.vocab_size, options.num_prompts, options.input_len, seed))
+            items = build(dataset, llm, options.num_prompts, options.input_len, seed=engine.get("seed", 0),
+                          scale=options.length_scale)
+            params = [SamplingParams(temperature=options.temperature, max_tokens=item.max_tokens or options.max_tokens,
+                                     ignore_eos=dataset.kind in ("ids", "trace")) for item in items]
         passes.append(_run_pass(llm, name, items, params, repeat=options.repeat, progress=progress))
     assert llm is not None
     loaded = llm.loaded
-    report = Report(loaded.name, str(loaded.device), str(loaded.dtype), items, passes, len(passes) > 1 and params.greedy)
+    report = Report(loaded.name, str(loaded.device), str(loaded.dtype), items, passes, len(passes) > 1 and params[0].greedy)
     if report.compared:
         base, ids = passes[0].token_ids, [o.prompt_token_ids for o in passes[0].outputs]
         report.different = {p.name: differences(base, p.token_ids) for p in passes[1:]}

@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields
 
 from sparsespec.bench.options import ThroughputOptions
+from sparsespec.cli import bench_lab
 from sparsespec.cli.flags import add_dataclass_flags, add_engine_flags, engine_kwargs
 
 
@@ -22,6 +23,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     throughput.add_argument("--json", action="store_true", help="one JSON document")
     add_engine_flags(throughput)
     throughput.set_defaults(command=run_throughput)
+    bench_lab.register(kinds)
 
 
 def run_throughput(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from sparsespec.config import (
     CacheConfig,
@@ -77,7 +77,11 @@ def _add_field(group: argparse._ArgumentGroup, option: str, dest: str, *, hint: 
     text = f"{help_text} (default: {shown})".replace("%", "%%")
     common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": text}
     optional = type(None) in get_args(hint)
-    if kinds == [bool]:
+    if get_origin(hint) is tuple:
+        kind = kinds[0]
+        convert = _number(kind, _NUMBERS[kind], False) if kind in _NUMBERS else str
+        group.add_argument(option, type=convert, nargs="+", metavar={int: "N", float: "X"}.get(kind, "NAME"), **common)
+    elif kinds == [bool]:
         group.add_argument(option, action=argparse.BooleanOptionalAction, **common)
     elif kinds and kinds[0] in _NUMBERS:
         convert = _number(kinds[0], _NUMBERS[kinds[0]], optional)

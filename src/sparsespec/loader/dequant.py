@@ -35,6 +35,22 @@ def _q4_1(b: Tensor, out: Tensor) -> None:
     out.mul_(_half(b, 0)).add_(_half(b, 2))
 
 
+def _fifth_bits(packed: Tensor) -> Tensor:
+    """Bits of [n, 4] bytes, the lowest first, each worth 16: [n, 32]."""
+    bits = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)
+    return ((bits & 1) << 4).flatten(1)
+
+
+def _q5_0(b: Tensor, out: Tensor) -> None:
+    _nibbles(b[:, None, 6:], out.view(-1, 1, 2, 16))
+    out.add_(_fifth_bits(b[:, 2:6])).sub_(16).mul_(_half(b, 0))
+
+
+def _q5_1(b: Tensor, out: Tensor) -> None:
+    _nibbles(b[:, None, 8:], out.view(-1, 1, 2, 16))
+    out.add_(_fifth_bits(b[:, 4:8])).mul_(_half(b, 0)).add_(_half(b, 2))
+
+
 def _q8_0(b: Tensor, out: Tensor) -> None:
     out.copy_(b[:, 2:].view(torch.int8))
     out.mul_(_half(b, 0))
@@ -71,7 +87,7 @@ def _q6_k(b: Tensor, out: Tensor) -> None:
 
 # kind: (values of a block, its bytes, the function)
 _KINDS: dict[str, tuple[int, int, Callable[[Tensor, Tensor], None]]] = {
-    "Q4_0": (32, 18, _q4_0), "Q4_1": (32, 20, _q4_1), "Q8_0": (32, 34, _q8_0),
+    "Q4_0": (32, 18, _q4_0), "Q4_1": (32, 20, _q4_1), "Q5_0": (32, 22, _q5_0), "Q5_1": (32, 24, _q5_1), "Q8_0": (32, 34, _q8_0),
     "Q4_K": (256, 144, _q4_k), "Q5_K": (256, 176, _q5_k), "Q6_K": (256, 210, _q6_k),
 }
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
