@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from sparsespec.config.model import ModelConfig
 from sparsespec.core.errors import InvalidValueError
 
 _GPUS = Path(__file__).parent / "gpus"
+_SEE = "Start from a copy of sparsespec/plan/gpus/h200.json"
 _GIB = 1024**3
 _UTILIZATION = 0.92  # the engine's default gpu_memory_utilization
 _ITEMSIZE = 2  # bfloat16
@@ -57,7 +59,7 @@ def product_weights(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Curve:
-    """ys over ascending xs: straight between points, the first value before them, and after them `beyond` says what."""
+    """ys over ascending xs: straight between points, level before and after them."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -66,14 +68,14 @@ class Curve:
     def read(cls, where: str, values: Any, x: str, y: str) -> Curve:
         """From {x: [...], y: [...]}; raises InvalidValueError naming what is wrong."""
         if not isinstance(values, dict) or set(values) != {x, y}:
-            raise InvalidValueError(where, values, f"not an object with {x} and {y}", "See sparsespec/plan/gpus/h200.json")
+            raise InvalidValueError(where, values, f"not an object with {x} and {y}", _SEE)
         xs, ys = values[x], values[y]
         for key, numbers in ((x, xs), (y, ys)):
             if not isinstance(numbers, list) or not numbers or not all(_positive(v) for v in numbers):
                 raise InvalidValueError(f"{where}.{key}", numbers, "not a list of positive numbers", "Give measured points")
         if len(xs) != len(ys):
             raise InvalidValueError(f"{where}.{y}", ys, f"{len(ys)} values for {len(xs)} points", "Give one value a point")
-        if any(b <= a for a, b in zip(xs, xs[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(xs)):
             raise InvalidValueError(f"{where}.{x}", xs, "not ascending", "Sort the points")
         return cls(tuple(map(float, xs)), tuple(map(float, ys)))
 
@@ -140,7 +142,7 @@ class Gpu:
         needed = ("name", "gemm", "attention", "step_overhead_ms", "sparse_efficiency", "scoring_overhead", "cpu_ms",
                   "host_link_gigabytes_per_second", "memory_gib")
         if missing := [key for key in needed if key not in values]:
-            raise InvalidValueError("gpu", name, f"lacks {', '.join(missing)}", "Start from a copy of sparsespec/plan/gpus/h200.json")
+            raise InvalidValueError("gpu", name, f"lacks {', '.join(missing)}", _SEE)
         return from_dict(cls, values, "gpu")
 
 

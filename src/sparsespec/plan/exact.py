@@ -20,12 +20,13 @@ from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.kv.table import PageTable
 from sparsespec.plan.costs import CostModel
 from sparsespec.plan.options import DraftOptions, SystemOptions
-from sparsespec.plan.report import Report, latencies, mean_and_std
+from sparsespec.plan.report import Report, latencies
 from sparsespec.plan.workload import Load
 from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Scheduler
 
 _PAGE = 16
+_WINDOW = 4  # rounds within which GEMM rows are compared
 _TOKEN = 1  # what the scripted device always says
 
 
@@ -63,9 +64,10 @@ class Exact:
         slots = system.max_num_seqs
         table = PageTable(slots, most, self.page, capacity // self.page)
         self.capacity = table.capacity
+        most_drafts = max(self.k, 1)
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, table, make_phases(system.schedule, max(self.k, 1), slots),
-            max(self.k, 1), lambda: self.k, needs_selection=self.k > 0, reserve=system.kv_policy == "reserve")
+            SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, table, make_phases(system.schedule, most_drafts, slots),
+            most_drafts, lambda: self.k, needs_selection=self.k > 0, reserve=system.kv_policy == "reserve")
         self.swaps = system.kv_policy == "offload"
         self.now, self.blocked = 0.0, False
         self.meter = _Meter()
@@ -96,7 +98,8 @@ class Exact:
 
     def _request(self, i: int) -> Request:
         prompt, output = int(self.load.prompts[i]), int(self.load.outputs[i])
-        return Request(str(i), [_TOKEN] * prompt, SamplingParams(max_tokens=output), 0, False, prompt + output, frozenset(), frozenset())
+        return Request(str(i), [_TOKEN] * prompt, SamplingParams(max_tokens=output), 0, False, prompt + output, frozenset(),
+                       frozenset())
 
     def _device(self, plan: StepPlan) -> StepResult:
         """Accepts each draft with the chance of its position."""
@@ -150,8 +153,7 @@ class Exact:
     def _report(self, name: str, wall: float) -> Report:
         m, c = self.meter, self.scheduler.counters
         seconds = float(self.finished.max()) / 1e3
-        rows = np.array(m.rows_loaded or m.rows, float)
-        mean, std = mean_and_std(float(rows.sum()), float((rows**2).sum()), len(rows))
+        mean, std = _spread(np.array(m.rows_loaded or m.rows, float), _WINDOW * (self.k + 1))
         p50, p99 = latencies(self.finished / 1e3, self.load.arrivals)
         span = seconds * 1e3
         lost = c.num_recomputed_tokens
@@ -163,6 +165,13 @@ class Exact:
             gemm_rows_mean=mean, gemm_rows_std=std, preemptions=c.num_preemptions, recomputed_tokens=0 if self.swaps else lost,
             offloaded_tokens=lost if self.swaps else 0, restored_tokens=m.restored, link_use=m.transfer / 2 / span,
             transfer_wait=0.0, wall_seconds=wall)
+
+
+def _spread(rows: np.ndarray, window: int) -> tuple[float, float]:
+    """Mean, and root mean square of the deviation within windows."""
+    whole = len(rows) // window * window
+    parts = rows[:whole].reshape(-1, window) if whole else rows[None]
+    return float(rows.mean()), float(np.sqrt(parts.var(axis=1).mean()))
 
 
 def _refuse(system: SystemOptions) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from sparsespec.plan.costs import CostModel
 from sparsespec.plan.options import DraftOptions, SystemOptions
 from sparsespec.plan.replica import NEVER, Lengths, Replica
-from sparsespec.plan.report import Report, latencies, mean_and_std
+from sparsespec.plan.report import Report, latencies
 from sparsespec.plan.rounds import Rounds
 from sparsespec.plan.workload import Load
 
@@ -95,7 +95,7 @@ def _report(name: str, system: SystemOptions, load: Load, replicas: list[Replica
     seconds = float(finished.max())
     iterations, loaded = total("iterations"), total("loaded")
     suffix = "_loaded" if loaded else ""
-    rows = mean_and_std(total("rows" + suffix), total("rows_square" + suffix), total("iterations" + suffix))
+    counted = max(total("iterations" + suffix), 1e-9)
     stalled = replicas[0].rounds.stalled * total("slot_iterations") / replicas[0].rounds.iterations
     p50, p99 = latencies(finished, load.arrivals)
     span = seconds * 1e3 * len(replicas)
@@ -104,7 +104,8 @@ def _report(name: str, system: SystemOptions, load: Load, replicas: list[Replica
         latency_p99=p99, pool_use=total("kv") / capacity / span,
         pool_use_loaded=total("kv_loaded") / capacity / loaded if loaded else None, loaded_seconds=loaded / 1e3 / len(replicas),
         mean_running=total("running") / span, slot_use=1 - stalled / max(total("slot_iterations"), 1e-9), stalled_slots=stalled,
-        iterations=iterations, step_ms=total("busy") / iterations, gemm_rows_mean=rows[0], gemm_rows_std=rows[1],
+        iterations=iterations, step_ms=total("busy") / iterations, gemm_rows_mean=total("rows" + suffix) / counted,
+        gemm_rows_std=(total("rows_variance" + suffix) / counted) ** 0.5,
         preemptions=int(total("preemptions")), recomputed_tokens=int(total("recomputed")),
         offloaded_tokens=int(total("offloaded")), restored_tokens=int(total("restored")), link_use=total("transfer_ms") / 2 / span,
         transfer_wait=total("transfer_wait") / 1e3, wall_seconds=wall)

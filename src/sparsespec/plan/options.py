@@ -67,7 +67,7 @@ class FormulaOptions:
 class LoadOptions:
     """Which requests come, and when."""
 
-    num_requests: int = option(2048, "requests to replay")
+    requests: int = option(2048, "requests to replay")
     dataset: str = option("aime", "whose lengths to draw", choices=DATASETS)
     mean_output_len: float | None = option(None, "mean output tokens; none: the dataset's")
     std_output_len: float | None = option(None, "standard deviation of the output tokens; none: the dataset's")
@@ -80,7 +80,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_range("num_requests", self.num_requests, 1)
+        check_range("requests", self.requests, 1)
         for name in ("mean_output_len", "std_output_len"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1 if name.startswith("mean") else 0, integer=False)
@@ -95,7 +95,8 @@ class SystemOptions:
     """How a replica schedules, and how many there are."""
 
     method: str = option("pillar", "pillar drafts with sparse attention; none decodes plainly", choices=("pillar", "none"))
-    schedule: str = option("unified", "unified mixes drafts and verifications; lockstep alternates", choices=("unified", "lockstep"))
+    schedule: str = option("unified", "unified mixes drafts and verifications; lockstep alternates",
+                           choices=("unified", "lockstep"))
     verification: str = option("delayed", "when the CPU handles a verification's result", choices=("sync", "delayed", "device"))
     kv_policy: str = option("offload", "what happens when the KV pool is full", choices=POLICIES)
     reserve_tokens: int | None = option(None, "tokens that kv_policy reserve sets aside for each output; none: its true length")

@@ -4,8 +4,8 @@
 go ends at c + n whatever the pace, ends are a heap, and the KV in use is `offset + running · clock`. Events: the next end, and
 the pool running full. Between two events a token's cost is linear in the clock, up to the bend of the bandwidth curve.
 
-Copies to the host run beside the steps, one after the other in each direction. The engine waits only where a copy begins
-while one in its direction is unfinished. A resumed request runs at once though its copy takes some ms.
+Copies run beside the steps, one after the other in each direction. A resumed request gains tokens from the end of its copy on.
+The engine stands still only where it needs a copy's pages that is still queued behind another one.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Meter:
     kv_loaded: float = 0.0
     iterations: float = 0.0
     iterations_loaded: float = 0.0
-    rows: float = 0.0  # by iterations, loaded ones where there are any
-    rows_square: float = 0.0
+    rows: float = 0.0  # summed over iterations
+    rows_variance: float = 0.0
     rows_loaded: float = 0.0
-    rows_square_loaded: float = 0.0
+    rows_variance_loaded: float = 0.0
     slot_iterations: float = 0.0
     prefill_tokens: int = 0
     preemptions: int = 0
@@ -63,9 +63,11 @@ class Replica:
         self.waiting: deque[int] = deque()
         self.swapped: deque[int] = deque()
         self.generated: dict[int, float] = {}  # of requests that wait with output: swapped, or to be computed again
+        self.slack = 0.0  # tokens of room that a swap made for the growth of those who stayed
         self.held = 0.0  # KV tokens of waiting and swapped requests
         self.blocked = False  # the pool has kept somebody waiting since the queue was last empty
-        self.copied = [0.0, 0.0]  # when the last copy out and in ends
+        self.copied_out = self.copied_in = 0.0  # when the last copy ends
+        self._until = self._cost = self._cost_end = 0.0  # the next event's clock; ms a token now and then
         self.meter = Meter()
 
     @property
@@ -150,20 +152,21 @@ class Replica:
         m, n = self.meter, len(self.running)
         middle = self.kv + n * step / 2
         iterations = step * self.rounds.iterations / self.rounds.tokens
-        rows, square = self.rounds.rows(n)
+        rows, variance = self.rounds.rows(n)
         m.busy += ms
         m.kv += middle * ms
         m.running += n * ms
         m.iterations += iterations
         m.slot_iterations += n * iterations
         m.rows += rows * iterations
-        m.rows_square += square * iterations
+        m.rows_variance += variance * iterations
         if self.blocked and (self.waiting or self.swapped):
             m.loaded += ms
             m.kv_loaded += middle * ms
             m.iterations_loaded += iterations
             m.rows_loaded += rows * iterations
-            m.rows_square_loaded += square * iterations
+            m.rows_variance_loaded += variance * iterations
+        self.slack = max(0.0, self.slack - n * step)
         self.clock += step
         self.now += ms
 
@@ -189,7 +192,7 @@ class Replica:
         m = self.meter
         self.blocked = True
         request, base = self.running.popitem(last=self.policy == "recompute")
-        prompt, generated = self.prompts[request], self.clock - base
+        prompt, generated = self.prompts[request], max(0.0, self.clock - base)
         self.offset -= prompt - base
         self.reserved -= self._reserve(request)
         self.generated[request] = generated
@@ -200,18 +203,17 @@ class Replica:
             self.waiting.appendleft(request)
         else:
             m.offloaded += int(prompt + generated)
-            self._copy(0, prompt + generated)
+            wait = max(0.0, self.copied_out - self.now)
+            m.transfer_wait += wait
+            self._stand(wait)
+            self.slack += prompt + generated
+            self.copied_out = self.now + self._transfer(tokens=prompt + generated)
             self.swapped.append(request)
 
-    def _copy(self, direction: int, tokens: float) -> None:
-        """Send KV out (0) or in (1), after the copies before it."""
-        wait = self.copied[direction] - self.now
-        if wait > 0:
-            self.meter.transfer_wait += wait
-            self._stand(wait)
+    def _transfer(self, tokens: float) -> float:
         ms = self.rounds.costs.transfer(tokens)
         self.meter.transfer_ms += ms
-        self.copied[direction] = self.now + ms
+        return ms
 
     def _stand(self, ms: float) -> None:
         """Time passes in which no request gains tokens."""
@@ -236,29 +238,32 @@ class Replica:
             tokens = self.prompts[request] + generated
             if self.policy == "reserve":
                 fits = self.reserved + self._reserve(request) <= self.capacity
+            elif queue is self.swapped and self.running:
+                fits = self.kv + tokens + self.rounds.k + 1 + self.slack <= self.capacity
             else:
-                fits = self.kv + tokens + self._margin() <= self.capacity
+                fits = self.kv + tokens + 1 <= self.capacity
             if not fits:
                 self.blocked = True
                 return
             queue.popleft()
             self._seat(request, tokens, generated, queue is self.swapped)
 
-    def _margin(self) -> float:
-        """Room that an admission leaves: a round for everybody where a swapped request resumes; else one token."""
-        return (len(self.running) + 1) * (self.rounds.k + 1) if self.swapped and self.running else 1
-
     def _seat(self, request: int, tokens: float, generated: float, from_host: bool) -> None:
         m = self.meter
         self.held -= tokens
         self.generated.pop(request, None)
+        late = 0.0  # tokens that the others gain before its copy ends
         if from_host:
             m.restored += int(tokens)
-            self._copy(1, tokens)
+            self.copied_in = max(self.copied_in, self.now) + self._transfer(tokens)
+            if self.running:
+                late = (self.copied_in - self.now) / self._cost
+            else:
+                self._stand(self.copied_in - self.now)
         else:
             m.prefill_tokens += int(tokens)
             self._stand(self.rounds.prefill_ms(len(self.running), tokens))
-        base = self.clock - generated
+        base = self.clock + late - generated
         self.running[request] = base
         heapq.heappush(self.ends, (base + self.outputs[request], request, base))
         self.offset += self.prompts[request] - base

@@ -64,11 +64,3 @@ def latencies(finished: npt.NDArray[np.float64], arrivals: npt.NDArray[np.float6
     """Median and 99th percentile of the time from arrival to the last token."""
     p50, p99 = np.percentile(finished - arrivals, [50, 99])
     return float(p50), float(p99)
-
-
-def mean_and_std(total: float, square: float, count: float) -> tuple[float, float]:
-    """From sums over `count` values."""
-    if not count:
-        return 0.0, 0.0
-    mean = total / count
-    return mean, max(square / count - mean * mean, 0.0) ** 0.5

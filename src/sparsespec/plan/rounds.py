@@ -38,13 +38,13 @@ class Rounds:
         return (running * (2 * self.k + 1) / self.iterations,) if self.k else (running,)
 
     def rows(self, running: int) -> tuple[float, float]:
-        """Mean GEMM rows of an iteration, and their mean square."""
+        """Mean GEMM rows of an iteration, and their variance within a round: none where phases mix evenly."""
         levels = self.levels(running)
         if not self.lockstep:
-            return levels[0], levels[0] ** 2
+            return levels[0], 0.0
         draft, verify = levels
         n = self.k + 1
-        return (self.k * draft + verify) / n, (self.k * draft**2 + verify**2) / n
+        return (self.k * draft + verify) / n, self.k * ((verify - draft) / n) ** 2
 
     def _read(self, tokens: float) -> float:
         """Attention over `tokens` tokens read in place, ms; from the table."""

@@ -51,7 +51,7 @@ def make_load(options: LoadOptions) -> Load:
         if timed:
             return load
     else:
-        n = options.num_requests
+        n = options.requests
         mean, std = OUTPUTS[options.dataset]
         if options.mean_output_len is not None:
             mean, std = options.mean_output_len, std / mean * options.mean_output_len
@@ -131,6 +131,7 @@ def _parse(path: str, number: int, line: str) -> tuple[int | None, int, float | 
     except json.JSONDecodeError:
         raise wrong("not JSON") from None
     prompt: Any = None
+    output: Any = None
     arrival: Any = None
     if isinstance(value, dict):
         if unknown := set(value) - {"input_len", "output_len", "arrival"}:
@@ -142,6 +143,7 @@ def _parse(path: str, number: int, line: str) -> tuple[int | None, int, float | 
         prompt, output = value
     else:
         output = value
+    length: Any
     for length in (output,) if prompt is None else (prompt, output):
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise wrong("lengths are integers of at least 1")
