@@ -26,9 +26,9 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--simulate", action="store_true", help="replay requests instead of evaluating the formula")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--study", choices=STUDY_NAMES, default=argparse.SUPPRESS,
-                        help="what to compare on the load: figure5 varies the KV policy, ablation adds one part of the system after "
-                        "the other, routers varies the router, one runs the settings below alone (default: all, which is figure5 "
-                        f"and ablation; one with the exact engine, several replicas or more than {_ALL_UP_TO:,} requests)")
+                        help="what to compare on the load: figure5 varies the KV policy, ablation adds one part of the system "
+                        "after the other, routers varies the router, one runs the settings below alone (default: all, which is "
+                        f"figure5 and ablation; one with the exact engine, several replicas or more than {_ALL_UP_TO:,} requests)")
     parser.add_argument("--plot", metavar="FILE", default=argparse.SUPPRESS, help="draw the runs (needs matplotlib)")
     for title, cls in (("machine, model and drafts", DraftOptions), ("formula", FormulaOptions), ("simulated load", LoadOptions),
                        ("simulated system", SystemOptions)):

@@ -64,10 +64,10 @@ class Exact:
         slots = system.max_num_seqs
         table = PageTable(slots, most, self.page, capacity // self.page)
         self.capacity = table.capacity
-        most_drafts = max(self.k, 1)
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, table, make_phases(system.schedule, most_drafts, slots),
-            most_drafts, lambda: self.k, needs_selection=self.k > 0, reserve=system.kv_policy == "reserve")
+        drafts = max(self.k, 1)
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, table,
+                                   make_phases(system.schedule, drafts, slots), drafts, lambda: self.k,
+                                   needs_selection=self.k > 0, reserve=system.kv_policy == "reserve")
         self.swaps = system.kv_policy == "offload"
         self.now, self.blocked = 0.0, False
         self.meter = _Meter()

@@ -105,7 +105,7 @@ def _report(name: str, system: SystemOptions, load: Load, replicas: list[Replica
         pool_use_loaded=total("kv_loaded") / capacity / loaded if loaded else None, loaded_seconds=loaded / 1e3 / len(replicas),
         mean_running=total("running") / span, slot_use=1 - stalled / max(total("slot_iterations"), 1e-9), stalled_slots=stalled,
         iterations=iterations, step_ms=total("busy") / iterations, gemm_rows_mean=total("rows" + suffix) / counted,
-        gemm_rows_std=(total("rows_variance" + suffix) / counted) ** 0.5,
+        gemm_rows_std=(total("rows_variance" + suffix) / counted) ** 0.5 if replicas[0].rounds.lockstep else None,
         preemptions=int(total("preemptions")), recomputed_tokens=int(total("recomputed")),
         offloaded_tokens=int(total("offloaded")), restored_tokens=int(total("restored")), link_use=total("transfer_ms") / 2 / span,
         transfer_wait=total("transfer_wait") / 1e3, wall_seconds=wall)

@@ -15,9 +15,11 @@ from sparsespec.plan.options import SystemOptions
 class Report:
     """Times in seconds, sizes in tokens, over all replicas.
 
-    pool_use: mean share of the KV pools that holds tokens, from start to end. pool_use_loaded: the same while a request waits
-    for room. slot_use: share of the running requests' iterations in which they do work. gemm_rows_*: over the loaded
-    iterations, or over all where there are none. link_use: share of the time in which a copy is under way, of both directions.
+    pool_use: mean share of the KV pools that holds tokens, from start to end; pool_use_loaded: while requests wait, once the
+    pool has kept one waiting (for loaded_seconds on average over replicas). slot_use: share of the running requests'
+    iterations in which they do work. gemm_rows_*: rows of drafts and verifications (prompts left out) an iteration, over
+    the loaded iterations, or all where there are none; std: within a few neighbouring rounds, None where the fluid engine
+    takes phases as evenly mixed. link_use: share of the time in which a copy is under way, mean of both directions.
     """
 
     name: str
@@ -36,7 +38,7 @@ class Report:
     iterations: float
     step_ms: float
     gemm_rows_mean: float
-    gemm_rows_std: float
+    gemm_rows_std: float | None
     preemptions: int
     recomputed_tokens: int
     offloaded_tokens: int

@@ -80,6 +80,6 @@ def _show_runs(title: str, runs: Sequence[Report], console: Console) -> None:
     row("slot use, %", [f"{100 * r.slot_use:.1f}" for r in runs])
     row("  stalled, M", [f"{r.stalled_slots / 1e6:.3f}" for r in runs])
     row("GEMM rows", [f"{r.gemm_rows_mean:.1f}" for r in runs])
-    row("  ± within rounds", [f"{r.gemm_rows_std:.1f}" for r in runs])
+    row("  ± within rounds", ["-" if r.gemm_rows_std is None else f"{r.gemm_rows_std:.1f}" for r in runs])
     row("ms an iteration", [f"{r.step_ms:.2f}" for r in runs])
     console.print(table)
