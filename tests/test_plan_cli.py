@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -18,6 +20,10 @@ from sparsespec.plan.study import STUDIES
 
 QUICK = ("plan", "--simulate", "--requests", "60", "--mean-output-len", "200", "--kv-cache-tokens", "5000", "--max-output-len",
          "900")
+
+
+DOC = (Path(__file__).parent.parent / "docs" / "plan.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```$", DOC, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
 
 
 def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -38,7 +44,7 @@ def test_simulation_document(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, *QUICK, "--gpu", "h100")
     assert set(found) == {"gpu", "derived", "model", "products_scaled_from", "sources", "draft", "load", "groups", "factors"}
     assert found["derived"] is True
-    assert {name: len(runs) for name, runs in found["groups"].items()} == {"KV policies": 4, "ablation": 7}
+    assert {name: len(runs) for name, runs in found["groups"].items()} == {"KV policies": 4, "ablation": 8}
     keys = {f.name for f in fields(Report)} | {"throughput", "recomputed_share"}
     for runs in found["groups"].values():
         for r in runs:
@@ -102,3 +108,19 @@ def test_no_torch_and_the_names_match() -> None:
             f"main({[*QUICK, '--json', '--study', 'figure5']!r})\nprint(heavy, 'torch' in sys.modules)")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[] False"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_documentations_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    program, *argv = shlex.split(command)
+    assert program == "sparsespec"
+    assert main(argv) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_documentation_names_every_gpu() -> None:
+    assert len(COMMANDS) >= 6
+    for path in (Path(__file__).parent.parent / "src" / "sparsespec" / "plan" / "gpus").glob("*.json"):
+        assert f"`{path.stem}`" in DOC

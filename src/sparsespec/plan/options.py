@@ -17,7 +17,7 @@ POLICIES = ("reserve", "recompute", "offload")
 class DraftOptions:
     """The machine, the model and how it drafts."""
 
-    gpu: str = option("h200", "h200, h100, or a JSON file of measured costs")
+    gpu: str = option("h200", "h200, h100, h100x2 (two, tensor parallel), or a JSON file of costs")
     model: str = option("qwen3-8b", "qwen3-1.7b, qwen3-8b, qwen3-14b, or a Hugging Face config.json")
     num_speculative_tokens: int = option(8, "k, tokens drafted between two verifications")
     sparse_attn_ratio: float = option(0.05, "s, share of the KV cache that a draft step sees")

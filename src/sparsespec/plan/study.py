@@ -43,12 +43,14 @@ class Study:
 
 
 class Lab:
-    """Runs systems on one load. progress is told the name of each."""
+    """Runs systems on one load. longest: the most tokens that an answer may have; progress is told the name of each run."""
 
     def __init__(self, load: Load, costs: CostModel, draft: DraftOptions, system: SystemOptions, longest: int, seed: int,
                  progress: Callable[[str], None]) -> None:
         self.load, self.costs, self.draft, self.system = load, costs, draft, system
-        self.longest, self.seed, self.progress = longest, seed, progress
+        self.seed, self.progress = seed, progress
+        room = (system.kv_cache_tokens or costs.pool_tokens()) - int(load.prompts.max())
+        self.longest = min(longest, room)
 
     def run(self, name: str, **changes: Any) -> Report:
         """One simulation of the system with `changes`."""
@@ -86,6 +88,7 @@ def ablation(lab: Lab) -> Study:
     unified = lab.run("+ unified", schedule="unified", verification="sync", kv_policy="reserve", **base)
     recompute = lab.run("or recompute", schedule="unified", verification="sync", kv_policy="recompute", **base)
     managed = lab.run("+ KV manager", schedule="unified", verification="sync", kv_policy="offload", **base)
+    lockstep = lab.run("or lockstep", schedule="lockstep", verification="sync", kv_policy="offload", **base)
     delayed = lab.run("+ delayed", schedule="unified", verification="delayed", kv_policy="offload", **base)
     device = lab.run("or on device", schedule="unified", verification="device", kv_policy="offload", **base)
 
@@ -94,10 +97,12 @@ def ablation(lab: Lab) -> Study:
 
     factors = [factor(name, before, after, PAPER[name]) for name, before, after in (
         ("unified scheduler", naive, unified), ("KV manager", unified, managed), ("delayed verification", managed, delayed))]
-    factors += [factor("together", naive, delayed, PAPER_TOTAL), factor("KV manager against recompute", recompute, managed),
+    factors += [factor("together", naive, delayed, PAPER_TOTAL), factor("unified scheduler on a full pool", lockstep, managed),
+                factor("KV manager against recompute", recompute, managed),
                 factor("verification on the device against delayed", delayed, device),
                 factor("all against plain decoding", plain, delayed)]
-    return Study({"ablation": [plain, naive, unified, recompute, managed, delayed, device]}, factors)
+    return Study({"ablation": [plain, naive, unified, recompute, managed, lockstep, delayed, device]},
+                 factors)
 
 
 def routers(lab: Lab) -> Study:
