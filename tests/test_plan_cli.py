@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sparsespec.cli.main import main
-from sparsespec.cli.plan import STUDY_NAMES
+from sparsespec.cli.plan import VARIED
 from sparsespec.plan.report import Report
 from sparsespec.plan.study import STUDIES
 
@@ -89,7 +89,8 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (["--alpha", "-1"], "alpha"),
     (["--requests", "5"], "--simulate"), (["--simulate", "--alpha", "0.5"], "--alpha"), (["--plot", "x.png"], "--plot"),
     (["--simulate", "--requests", "0"], "requests"), (["--simulate", "--lengths-file", "/no/such/file"], "lengths_file"),
-    (["--simulate", "--schedule", "lockstep"], "lockstep"), (["--simulate", "--engine", "exact"], "exact"),
+    (["--simulate", "--schedule", "lockstep"], "lockstep"), (["--simulate", "--reserve-tokens", "9"], "reserve_tokens"),
+    (["--simulate", "--study", "figure5", "--kv-policy", "offload"], "--kv-policy"), (["--simulate", "--engine", "exact"], "exact"),
     (["--simulate", "--kv-cache-tokens", "500", "--requests", "4"], "kv_cache_tokens"),
 ])
 def test_errors_are_one_line(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +103,7 @@ def test_errors_are_one_line(argv: list[str], named: str, capsys: pytest.Capture
 
 
 def test_no_torch_and_the_names_match() -> None:
-    assert tuple(STUDIES) == STUDY_NAMES
+    assert list(STUDIES) == list(VARIED)
     code = ("import sys\nfrom sparsespec.cli.main import build_parser, main\nbuild_parser()\n"
             "heavy = [n for n in ('torch', 'numpy', 'rich') if n in sys.modules]\n"
             f"main({[*QUICK, '--json', '--study', 'figure5']!r})\nprint(heavy, 'torch' in sys.modules)")

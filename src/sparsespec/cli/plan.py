@@ -16,7 +16,10 @@ _DESCRIPTION = """Without --simulate: SparseSpec's closed-form speed-up for ever
 With it: replays requests over a cost model and prints pool use, recomputed tokens, throughput and latency by policy."""
 _WIDTH = 120  # columns where there is no terminal
 _ALL_UP_TO = 10_000  # requests; with more, one setting alone is simulated unless more is asked for
-STUDY_NAMES = ("one", "figure5", "ablation", "routers", "all")
+# What each study sets itself.
+_KV = {"kv_policy", "reserve_tokens"}
+_PARTS = _KV | {"method", "schedule", "verification"}
+VARIED: dict[str, set[str]] = {"one": set(), "figure5": _KV, "ablation": _PARTS, "routers": {"router"}, "all": _PARTS}
 T = TypeVar("T")
 
 
@@ -25,10 +28,11 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
                                  allow_abbrev=False)
     parser.add_argument("--simulate", action="store_true", help="replay requests instead of evaluating the formula")
     parser.add_argument("--json", action="store_true", help="one JSON document")
-    parser.add_argument("--study", choices=STUDY_NAMES, default=argparse.SUPPRESS,
+    parser.add_argument("--study", choices=tuple(VARIED), default=argparse.SUPPRESS,
                         help="what to compare on the load: figure5 varies the KV policy, ablation adds one part of the system "
                         "after the other, routers varies the router, one runs the settings below alone (default: all, which is "
-                        f"figure5 and ablation; one with the exact engine, several replicas or more than {_ALL_UP_TO:,} requests)")
+                        f"figure5 and ablation; one where a setting that these vary is given, with the exact engine, several "
+                        f"replicas or more than {_ALL_UP_TO:,} requests)")
     parser.add_argument("--plot", metavar="FILE", default=argparse.SUPPRESS, help="draw the runs (needs matplotlib)")
     for title, cls in (("machine, model and drafts", DraftOptions), ("formula", FormulaOptions), ("simulated load", LoadOptions),
                        ("simulated system", SystemOptions)):
@@ -85,6 +89,17 @@ def _formula(args: argparse.Namespace, draft: DraftOptions, costs: Any) -> int:
     return 0
 
 
+def _study(args: argparse.Namespace, system: SystemOptions, requests: int) -> str:
+    """The study that was asked for or fits. Raises for a setting that it would override."""
+    given = {f.name for f in fields(SystemOptions) if hasattr(args, f.name)}
+    small = system.engine == "fluid" and system.replicas == 1 and requests <= _ALL_UP_TO
+    name: str = getattr(args, "study", "all" if small and not given & VARIED["all"] else "one")
+    for varied in sorted(given & VARIED[name]):
+        raise InvalidValueError("--" + varied.replace("_", "-"), getattr(args, varied), f"is what study {name} varies",
+                                "Leave it out, or use --study one")
+    return name
+
+
 def _simulate(args: argparse.Namespace, draft: DraftOptions, costs: Any) -> int:
     loads, system = _options(LoadOptions, args), _options(SystemOptions, args)
     from rich.console import Console
@@ -95,8 +110,7 @@ def _simulate(args: argparse.Namespace, draft: DraftOptions, costs: Any) -> int:
     from sparsespec.plan.workload import make_load
 
     load = make_load(loads)
-    small = system.engine == "fluid" and system.replicas == 1 and len(load) <= _ALL_UP_TO
-    name = getattr(args, "study", "all" if small else "one")
+    name = _study(args, system, len(load))
     longest = min(loads.max_output_len, int(load.outputs.max())) if loads.lengths_file else loads.max_output_len
     study = STUDIES[name](Lab(load, costs, draft, system, longest, loads.seed, lambda text: print(text, file=sys.stderr)))
     if args.json:

@@ -115,6 +115,9 @@ class SystemOptions:
         for name in ("kv_cache_tokens", "reserve_tokens"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 1)
+        if self.reserve_tokens is not None and self.kv_policy != "reserve":
+            raise InvalidValueError("reserve_tokens", self.reserve_tokens, f"has no effect with kv_policy {self.kv_policy}",
+                                    "Use kv_policy reserve, or leave it out")
         if self.verification == "delayed" and self.schedule == "lockstep" and self.method != "none":
             raise UnsupportedError("verification", "delayed", "in lockstep all requests verify together, so no other work could "
                                    "hide the delay", "Use schedule unified, or verification sync or device")
