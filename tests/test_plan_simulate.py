@@ -65,7 +65,7 @@ def test_both_engines_see_the_schedules_rows() -> None:
     load = make_load(LoadOptions(requests=40, mean_output_len=800.0, std_output_len=0.0))
     runs = {}
     for schedule in ("unified", "lockstep"):
-        s = system(schedule=schedule, kv_policy="reserve", kv_cache_tokens=60_000)
+        s = system(schedule=schedule, kv_policy="reserve", kv_cache_tokens=60_000, max_num_seqs=48)
         runs[schedule] = run_fluid(load, COSTS, DRAFT, s), run_exact(load, COSTS, DRAFT, s)
     fluid, exact = runs["lockstep"]
     assert fluid.gemm_rows_std == pytest.approx(exact.gemm_rows_std, rel=0.1)
