@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from itertools import cycle
+from operator import attrgetter
 
 import numpy as np
 
@@ -20,30 +21,33 @@ from sparsespec.plan.report import Report, latencies
 from sparsespec.plan.rounds import Rounds
 from sparsespec.plan.workload import Load
 
-Router = Callable[[], int]
 
-
-def make_router(name: str, replicas: list[Replica], seed: int) -> Router:
-    """Chooses the replica of the next request. None of them knows output lengths.
+class Router:
+    """Chooses the replica of the next request. No router knows output lengths.
 
     round_robin: in turn. random. two_choices: the one with fewer requests of two drawn. least_requests. least_kv: by the KV
-    tokens of its running, swapped and waiting requests.
+    tokens of its running, swapped and waiting requests, as of its last event.
     """
-    n = len(replicas)
-    draw = random.Random(seed)
-    if name == "round_robin":
-        turn = cycle(range(n))
-        return lambda: next(turn)
-    if name == "random":
-        return lambda: draw.randrange(n)
-    if name == "two_choices":
-        def two() -> int:
-            a, b = draw.randrange(n), draw.randrange(n)
-            return a if replicas[a].requests <= replicas[b].requests else b
-        return two
-    if name == "least_requests":
-        return lambda: min(range(n), key=lambda i: replicas[i].requests)
-    return lambda: min(range(n), key=lambda i: replicas[i].load)
+
+    def __init__(self, name: str, replicas: int, seed: int) -> None:
+        self._loads: list[float] = [0] * replicas
+        self._measure: Callable[[Replica], float] | None = None
+        draw, turn = random.Random(seed).randrange, cycle(range(replicas))
+        if name == "round_robin":
+            self.choose: Callable[[], int] = lambda: next(turn)
+        elif name == "random":
+            self.choose = lambda: draw(replicas)
+        elif name == "two_choices":
+            self._measure = attrgetter("requests")
+            self.choose = lambda: min(draw(replicas), draw(replicas), key=self._loads.__getitem__)
+        else:
+            self._measure = attrgetter("requests" if name == "least_requests" else "load")
+            self.choose = lambda: self._loads.index(min(self._loads))
+
+    def update(self, i: int, replica: Replica) -> None:
+        """Something happened on replica i."""
+        if self._measure is not None:
+            self._loads[i] = self._measure(replica)
 
 
 def run_fluid(load: Load, costs: CostModel, draft: DraftOptions, system: SystemOptions, name: str = "", seed: int = 0) -> Report:
@@ -55,16 +59,17 @@ def run_fluid(load: Load, costs: CostModel, draft: DraftOptions, system: SystemO
     lengths = Lengths.of(load)
     replicas = [Replica(lengths, rounds, capacity, system.max_num_seqs, system.kv_policy, system.reserve_tokens, finished)
                 for _ in range(system.replicas)]
-    _replay(replicas, make_router(system.router, replicas, seed), (load.arrivals * 1e3).tolist())
+    _replay(replicas, Router(system.router, system.replicas, seed), (load.arrivals * 1e3).tolist())
     return _report(name, system, load, replicas, np.array(finished) / 1e3, capacity, time.perf_counter() - begun)
 
 
-def _replay(replicas: list[Replica], route: Router, arrivals: list[float]) -> None:
+def _replay(replicas: list[Replica], router: Router, arrivals: list[float]) -> None:
     events: list[tuple[float, int, int]] = []  # (when, replica, version)
     versions = [0] * len(replicas)
 
     def plan(i: int) -> None:
         versions[i] += 1
+        router.update(i, replicas[i])
         when = replicas[i].next_event()
         if when < NEVER:
             heapq.heappush(events, (when, i, versions[i]))
@@ -78,9 +83,11 @@ def _replay(replicas: list[Replica], route: Router, arrivals: list[float]) -> No
     for request, when in enumerate(arrivals):
         while events and events[0][0] < when:
             fire()
-        i = route()
+        i = router.choose()
         if replicas[i].arrive(request, when):
             plan(i)
+        else:
+            router.update(i, replicas[i])
     while events:
         fire()
 
