@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from sparsespec.core.errors import InvalidValueError, UnsupportedError
+from sparsespec.core.errors import InvalidValueError
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.sampling.processors import Rows, process_logits
 from sparsespec.sampling.table import Feature, SamplingTable, validate
@@ -208,5 +208,3 @@ def test_refusals_leave_the_slot_alone() -> None:
             seat(table, 0, **kw)
     assert table.temperature[0] == 0.5
     assert table.uses(Feature.RANDOM)
-    with pytest.raises(UnsupportedError, match="structured_outputs"):
-        validate(SamplingParams(structured_outputs={"json": {}}), V)

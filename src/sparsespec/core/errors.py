@@ -17,7 +17,10 @@ class InvalidValueError(SparseSpecError, ValueError):
 
     def __init__(self, field: str, value: Any, problem: str, remedy: str) -> None:
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except RecursionError:
+            shown = f"<deeply nested {type(value).__name__}>"
         if len(shown) > 200:
             shown = shown[:197] + "..."
         super().__init__(f"{field}={shown}: {problem}. {remedy}")

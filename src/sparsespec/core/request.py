@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from sparsespec.core.outputs import RequestMetrics
 from sparsespec.core.sampling_params import SamplingParams
@@ -26,8 +27,8 @@ class DraftTraits:
 class Request:
     """One completion of one prompt. `seed` is resolved; `coupled`: the user gave it, so text must not depend on drafts.
 
-    limit: most tokens of prompt and output together. stop_ids: EOS and stop ids that end it. slot: its row in the
-    tables while it runs, else -1.
+    limit: most tokens of prompt and output together. stop_ids: EOS and stop ids that end it. constraint: its compiled
+    grammar (sampling.grammar.Constraint). slot: its row in the tables while it runs, else -1.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Request:
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
     bad_word_ids: list[list[int]] = field(default_factory=list)
+    constraint: Any | None = None
     output_token_ids: list[int] = field(default_factory=list)
     traits: DraftTraits = DraftTraits()
     slot: int = -1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sparsespec.core.errors import InvalidValueError, UnknownFieldError
+from sparsespec.core.structured_outputs import StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
@@ -38,6 +39,9 @@ class SamplingParams:
     include_stop_str_in_output. logprobs: None off, 0 the sampled token, n the n best besides it.
     logit_bias: token id to an additive bias in [-100, 100], where -100 forbids and 100 forces in practice.
     speculative_config: how this request drafts, over the engine's settings: {"method": "window", "num_speculative_tokens": 4}.
+    structured_outputs: what the output must match, a StructuredOutputsParams or a mapping of its fields. reasoning_end_str:
+    text such as "</think>" up to which the model reasons; structured_outputs holds for what comes after it.
+    thinking_token_budget: output tokens after which reasoning_end_str is forced, if it has not come.
     """
 
     n: int = 1
@@ -60,8 +64,10 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: Any | None = None
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     speculative_config: dict[str, Any] | None = None
+    reasoning_end_str: str | None = None
+    thinking_token_budget: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -101,6 +107,7 @@ class SamplingParams:
                                     'Give a dict, such as {"method": "window"}')
         self._check_stop()
         self._check_tokens()
+        self._check_structure()
 
     def _check_shape(self) -> None:
         self.temperature = _real("temperature", self.temperature)
@@ -158,3 +165,15 @@ class SamplingParams:
             if not isinstance(word, str) or not word:
                 raise InvalidValueError("bad_words", self.bad_words, "holds an empty or non-string entry",
                                         "Give non-empty strings")
+
+    def _check_structure(self) -> None:
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.from_any(self.structured_outputs)
+        end = self.reasoning_end_str
+        if end is not None and (not isinstance(end, str) or not end):
+            raise InvalidValueError("reasoning_end_str", end, "not text, or empty", 'Give for example "</think>"')
+        if self.thinking_token_budget is not None:
+            _integer("thinking_token_budget", self.thinking_token_budget, 0)
+            if end is None:
+                raise InvalidValueError("thinking_token_budget", self.thinking_token_budget, "nothing says how reasoning ends",
+                                        "Set reasoning_end_str, to </think> for most models")

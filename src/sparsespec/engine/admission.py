@@ -9,6 +9,7 @@ from typing import Any
 from sparsespec.core.errors import CapacityError, ContextLengthError, InvalidValueError, UnsupportedError
 from sparsespec.core.request import DraftTraits, Request
 from sparsespec.core.sampling_params import SamplingParams
+from sparsespec.sampling.grammar import ConstraintCompiler
 from sparsespec.sampling.rng import request_seed
 from sparsespec.sampling.table import validate
 
@@ -29,6 +30,7 @@ class Admission:
 
     def __init__(self, limits: Limits, tokenizer: Any | None, eos_token_ids: Sequence[int], seed: int) -> None:
         self.limits, self.tokenizer, self.eos = limits, tokenizer, frozenset(eos_token_ids)
+        self.constraints = ConstraintCompiler(tokenizer, limits.vocab_size, eos_token_ids)
         self.seed, self._count = seed, 0
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -73,14 +75,14 @@ class Admission:
                                     f"{len(ids)} prompt tokens and these can never fit the KV cache of {limits.kv_tokens} tokens",
                                     "Lower max_tokens or raise kv_cache_tokens")
             limit = limits.kv_tokens
-        bad_words = self._bad_words(params)
+        bad_words, constraint = self._bad_words(params), self.constraints.compile(params)
         requests = []
         for index in range(params.n):
             self._count += 1
             seed = request_seed(self.seed, self._count) if params.seed is None else params.seed + index
             name = request_id if params.n == 1 else f"{request_id}#{index}"
             requests.append(Request(name, ids, params, seed, params.seed is not None, limit, stop, self.eos, bad_words,
-                                    traits=traits))
+                                    constraint, traits=traits))
         return requests
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

@@ -75,7 +75,7 @@ class Decider:
         """Bring a request's settings to its slot."""
         slot, params = request.slot, request.params
         self.table.set(slot, params, prompt_len=len(request.prompt_token_ids), seed=request.seed, coupled=request.coupled,
-                       eos_token_ids=sorted(request.stop_ids), bad_word_ids=request.bad_word_ids)
+                       eos_token_ids=sorted(request.stop_ids), bad_word_ids=request.bad_word_ids, constraint=request.constraint)
         self.rejects[slot] = not params.greedy and not request.coupled
         self._seeds[slot] = request.seed
 

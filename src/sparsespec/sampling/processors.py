@@ -1,4 +1,5 @@
-"""Changes to the logits before sampling, in vLLM's order: allowed ids, bad words, min_tokens, logit bias, penalties.
+"""Changes to the logits before sampling, in vLLM's order: allowed ids, bad words, min_tokens, logit bias, penalties; then
+what a grammar or a thinking budget forbids.
 
 All of it is stateless: what was generated is read from the token table, drafts of a row's own history included, so a row
 sees the same logits whether its history was drafted or decoded one token at a time.
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsespec.sampling.constraint import unpack
 from sparsespec.sampling.table import NEG_INF, Feature, SamplingTable
 
 
@@ -25,7 +27,8 @@ class Rows:
     positions: Tensor
 
 
-_PROCESSED = (Feature.STATIC, Feature.BAD_WORDS, Feature.MIN_TOKENS, Feature.REPETITION, Feature.FREQUENCY)
+_PROCESSED = (Feature.STATIC, Feature.BAD_WORDS, Feature.MIN_TOKENS, Feature.REPETITION, Feature.FREQUENCY,
+              Feature.CONSTRAINT)
 
 
 def process_logits(logits: Tensor, rows: Rows, table: SamplingTable, tokens: Tensor) -> Tensor:
@@ -36,7 +39,7 @@ def process_logits(logits: Tensor, rows: Rows, table: SamplingTable, tokens: Ten
     """
     if not any(table.uses(feature) for feature in _PROCESSED):
         return logits.to(torch.float32)
-    logits = logits.to(torch.float32, copy=True)
+    raw, logits = logits, logits.to(torch.float32, copy=True)
     if table.uses(Feature.STATIC):  # allowed ids and bias are both sums, so they are one
         _add_static(logits, rows, table)
     if table.uses(Feature.BAD_WORDS):
@@ -47,6 +50,8 @@ def process_logits(logits: Tensor, rows: Rows, table: SamplingTable, tokens: Ten
         _penalise_repetition(logits, rows, table, tokens)
     if table.uses(Feature.FREQUENCY):
         _penalise_frequency(logits, rows, table, tokens)
+    if table.uses(Feature.CONSTRAINT):
+        _constrain(logits, raw, rows, table, tokens)
     return logits
 
 
@@ -108,3 +113,19 @@ def _penalise_frequency(logits: Tensor, rows: Rows, table: SamplingTable, tokens
     counts = torch.zeros(len(index), table.vocab_size, device=logits.device).scatter_add_(1, ids, real.to(torch.float32))
     frequency, presence = table.frequency[slots[index], None], table.presence[slots[index], None]
     logits[index[:, None], ids] = logits[index[:, None], ids] - (frequency * counts.gather(1, ids) + presence)
+
+
+def _constrain(logits: Tensor, raw: Tensor, rows: Rows, table: SamplingTable, tokens: Tensor) -> None:
+    """Forbid what constraints do not allow.
+
+    Where allowed ids, bad words or min_tokens leave none of the tokens that they do allow, those are chosen from by the
+    raw logits: a text that breaks its grammar would be of no use.
+    """
+    found = table.constraints.masks(rows.slots, rows.positions, tokens, table.vocab_size)
+    if found is None:
+        return
+    index, bits = found
+    forbidden = ~unpack(bits, table.vocab_size)
+    out = logits[index].masked_fill_(forbidden, NEG_INF)
+    nothing = out.amax(-1) == NEG_INF
+    logits[index] = torch.where(nothing[:, None], raw[index].to(torch.float32).masked_fill(forbidden, NEG_INF), out)

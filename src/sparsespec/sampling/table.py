@@ -11,8 +11,10 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from sparsespec.core.errors import InvalidValueError, UnsupportedError
+from sparsespec.core.errors import InvalidValueError
 from sparsespec.core.sampling_params import SamplingParams
+from sparsespec.sampling.constraint import Constraints
+from sparsespec.sampling.grammar import Constraint
 
 NEG_INF = float("-inf")
 
@@ -31,6 +33,7 @@ class Feature(Enum):
     BAD_WORDS = auto()
     REPETITION = auto()
     FREQUENCY = auto()
+    CONSTRAINT = auto()
 
 
 class BadWords:
@@ -53,12 +56,8 @@ def _check_ids(field: str, value: object, ids: Collection[int], vocab_size: int)
 def validate(params: SamplingParams, vocab_size: int, stop_ids: Collection[int] = ()) -> None:
     """Check at admission what needs the vocabulary. stop_ids: EOS and other ids that min_tokens suppresses.
 
-    Raises InvalidValueError for ids outside the vocabulary, or when min_tokens forbids all that is allowed;
-    UnsupportedError for structured outputs.
+    Raises InvalidValueError for ids outside the vocabulary, or when min_tokens forbids all that is allowed.
     """
-    if params.structured_outputs is not None:
-        raise UnsupportedError("structured_outputs", params.structured_outputs, "grammar-constrained output is not supported",
-                               "Leave it out, or restrict the tokens with allowed_token_ids")
     _check_ids("logit_bias", params.logit_bias, params.logit_bias or {}, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids, params.allowed_token_ids or [], vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, params.stop_token_ids or [], vocab_size)
@@ -91,6 +90,7 @@ class SamplingTable:
         self.stop_ids = torch.full((max_num_seqs, 1), -1, dtype=torch.int64, device=self.device)
         self.static = torch.zeros(0, vocab_size, device=self.device)
         self.bad_words: dict[int, BadWords] = {}
+        self.constraints = Constraints()
         self._seated: set[int] = set()
         self._users: dict[Feature, set[int]] = {feature: set() for feature in Feature}
         self._top_ks: dict[int, int] = {}
@@ -118,11 +118,12 @@ class SamplingTable:
         return self._coupled[slots] != 0
 
     def set(self, slot: int, params: SamplingParams, *, prompt_len: int, seed: int, coupled: bool,
-            eos_token_ids: Sequence[int], bad_word_ids: list[list[int]]) -> None:
+            eos_token_ids: Sequence[int], bad_word_ids: list[list[int]], constraint: Constraint | None = None) -> None:
         """Seat a request's settings, replacing the slot's earlier ones.
 
         eos_token_ids: ids that end the output besides params.stop_token_ids. bad_word_ids: token sequences that must not
-        be completed. coupled: the seed is the user's own. Raises as `validate` does; the slot is then as before.
+        be completed. coupled: the seed is the user's own. constraint: of params.structured_outputs and the like, compiled.
+        Raises as `validate` does; the slot is then as before.
         """
         validate(params, self.vocab_size, eos_token_ids)
         _check_ids("eos_token_ids", eos_token_ids, eos_token_ids, self.vocab_size)
@@ -143,6 +144,9 @@ class SamplingTable:
             self._set_stop_ids(slot, sorted({*eos_token_ids, *(p.stop_token_ids or [])}))
         if bad_word_ids:
             self.bad_words[slot] = BadWords(bad_word_ids, self.device)
+        if constraint is not None:
+            self._users[Feature.CONSTRAINT].add(slot)
+            self.constraints.seat(slot, constraint, prompt_len, constraint.end_ids(p.stop_token_ids or ()))
 
     def clear(self, slot: int) -> None:
         """Forget a slot's settings; a slot that is not seated is left as it is."""
@@ -154,6 +158,7 @@ class SamplingTable:
         self._top_ks.pop(slot, None)
         self._static_rows.pop(slot, None)
         self.bad_words.pop(slot, None)
+        self.constraints.clear(slot)
         self._reals[slot] = self._unset_reals.to(self.device)
         self._ints[slot] = self._unset_ints.to(self.device)
         self.stop_ids[slot] = -1
