@@ -15,7 +15,7 @@ import numpy as np
 from sparsespec.config.engine import SchedulerConfig
 from sparsespec.core.errors import CapacityError, UnsupportedError
 from sparsespec.core.plan import StepPlan, StepResult
-from sparsespec.core.request import Request
+from sparsespec.core.request import DraftTraits, Request
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.kv.table import PageTable
 from sparsespec.plan.costs import CostModel
@@ -66,8 +66,8 @@ class Exact:
         self.capacity = table.capacity
         drafts = max(self.k, 1)
         self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, table,
-                                   make_phases(system.schedule, drafts, slots), drafts, lambda: self.k,
-                                   needs_selection=self.k > 0, reserve=system.kv_policy == "reserve")
+                                   make_phases(system.schedule, drafts, slots), drafts, lambda policy: self.k,
+                                   reserve=system.kv_policy == "reserve")
         self.swaps = system.kv_policy == "offload"
         self.now, self.blocked = 0.0, False
         self.meter = _Meter()
@@ -99,7 +99,7 @@ class Exact:
     def _request(self, i: int) -> Request:
         prompt, output = int(self.load.prompts[i]), int(self.load.outputs[i])
         return Request(str(i), [_TOKEN] * prompt, SamplingParams(max_tokens=output), 0, False, prompt + output, frozenset(),
-                       frozenset())
+                       frozenset(), traits=DraftTraits(0, self.k, selects=self.k > 0))
 
     def _device(self, plan: StepPlan) -> StepResult:
         """Accepts each draft with the chance of its position."""
