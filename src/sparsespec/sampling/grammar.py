@@ -7,8 +7,7 @@ is in constraint.py.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,14 @@ from sparsespec.core.errors import InvalidValueError, UnsupportedError
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.core.structured_outputs import StructuredOutputsParams
 from sparsespec.sampling.json_schema import parse_schema
+from sparsespec.sampling.trial import Bounds, try_grammar
 
 if TYPE_CHECKING:
     import xgrammar
 
 _CACHE_BYTES = 256 << 20
 _MARKERS = 8
+_TRIED = 1024
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -115,9 +116,11 @@ class Constraint:
 class ConstraintCompiler:
     """Makes constraints for one tokenizer. Thread-safe; compiled grammars are kept, up to 256 MiB.
 
-    A server can call `compile` in a thread of its own before it hands a request to the engine, which then finds the
-    grammar compiled.
+    A grammar that is new is tried in a child process first (see trial.py), for some CPU seconds at most. A server can call
+    `compile` in a thread of its own before it hands a request to the engine, which then finds the grammar compiled.
     """
+
+    bounds = Bounds()
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos = tokenizer, vocab_size, sorted(eos_token_ids)
@@ -125,6 +128,7 @@ class ConstraintCompiler:
         self._vocabulary: Vocabulary | None = None
         self._compiler: Any = None
         self._markers: dict[str, Marker] = {}
+        self._tried: dict[tuple[str, str, bool], str | None] = {}
 
     def compile(self, params: SamplingParams) -> Constraint | None:
         """None if the request asks for none. Raises InvalidValueError or UnsupportedError."""
@@ -138,7 +142,7 @@ class ConstraintCompiler:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(xgr, self.tokenizer, self.vocab_size, self.eos)
-                self._compiler = xgr.GrammarCompiler(self._vocabulary.info, max_threads=min(8, os.cpu_count() or 1),
+                self._compiler = xgr.GrammarCompiler(self._vocabulary.info, max_threads=1,
                                                      cache_limit_bytes=_CACHE_BYTES)
             vocabulary = self._vocabulary
             marker = None if params.reasoning_end_str is None else self._marker(vocabulary, params.reasoning_end_str)
@@ -146,7 +150,7 @@ class ConstraintCompiler:
         if wanted is not None:
             if not self.eos:
                 raise UnsupportedError(name, wanted, "the model has no EOS token, so the output could not end", "Leave it out")
-            grammar = self._grammar(StructuredOutputsParams.from_any(wanted))
+            grammar = self._grammar(vocabulary, StructuredOutputsParams.from_any(wanted))
         return Constraint(vocabulary, grammar, marker, params.thinking_token_budget)
 
     def _marker(self, vocabulary: Vocabulary, text: str) -> Marker:
@@ -160,20 +164,29 @@ class ConstraintCompiler:
             self._markers[text] = Marker.build(text.encode(), ids, vocabulary.texts)
         return self._markers[text]
 
-    def _grammar(self, wanted: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
-        source = wanted.source
-        try:
-            if wanted.kind in ("json", "json_object"):
-                schema = _ANY_OBJECT if wanted.kind == "json_object" else json.dumps(parse_schema(source), ensure_ascii=False)
-                return self._compiler.compile_json_schema(schema, any_whitespace=not wanted.disable_any_whitespace)
-            if wanted.kind == "regex":
-                return self._compiler.compile_regex(source)
-            if wanted.kind == "choice":
-                source = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in wanted.choice or ())
-            return self._compiler.compile_grammar(source)
-        except InvalidValueError:
-            raise
-        except Exception as e:  # xgrammar raises RuntimeError with a file and a line of its own in front
-            problem = str(e).strip().rsplit("] ", 1)[-1].split(": ", 1)[-1]
-            raise InvalidValueError(wanted.field, getattr(wanted, wanted.kind), f"can't be compiled: {problem}",
-                                    "Correct it") from e
+    def _grammar(self, vocabulary: Vocabulary, wanted: StructuredOutputsParams) -> xgrammar.CompiledGrammar:
+        compile_it = self._compilation(wanted)
+        key = (wanted.kind, wanted.source, wanted.disable_any_whitespace)
+        if key not in self._tried:
+            verdict = try_grammar(compile_it, vocabulary.size, self.eos, self.bounds)
+            if len(self._tried) >= _TRIED:
+                self._tried.clear()
+            self._tried[key] = verdict
+        problem = self._tried[key]
+        if problem is not None:  # xgrammar's messages begin with a file and a line of its own
+            problem = problem.strip().rsplit("] ", 1)[-1].split(": ", 1)[-1]
+            raise InvalidValueError(wanted.field, getattr(wanted, wanted.kind), f"can't be used: {problem}",
+                                    "Correct or simplify it")
+        return compile_it()
+
+    def _compilation(self, wanted: StructuredOutputsParams) -> Callable[[], xgrammar.CompiledGrammar]:
+        """The call that compiles it."""
+        kind, source, compiler = wanted.kind, wanted.source, self._compiler
+        if kind in ("json", "json_object"):
+            schema = _ANY_OBJECT if kind == "json_object" else json.dumps(parse_schema(source), ensure_ascii=False)
+            return lambda: compiler.compile_json_schema(schema, any_whitespace=not wanted.disable_any_whitespace)
+        if kind == "regex":
+            return lambda: compiler.compile_regex(source)
+        if kind == "choice":
+            source = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in wanted.choice or ())
+        return lambda: compiler.compile_grammar(source)
