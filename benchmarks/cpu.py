@@ -4,7 +4,7 @@
 
 Every request of a cell holds the same prompt, computed once and copied to each request's own pages, so that only
 decoding is timed. Beside each plain cell stands its roofline: the bytes that a step must read, at the read bandwidth
-measured in the same run. Pairs are timed in turn (plain, other, plain, other) and the median ratio is quoted.
+measured in the same run. Both engines of a pair live at once and take turns of a few iterations.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sparsespec.loader import default_model_path, load_model
 from sparsespec.loader.loaded import LoadedModel
 
 PLAIN = {"method": "none"}
+_SLICE = 4  # iterations of one engine before the other takes its turn
 
 
 def read_bandwidth() -> float:
@@ -39,6 +40,32 @@ def read_bandwidth() -> float:
     return best
 
 
+class Lane:
+    """An engine whose time is taken while all its requests run."""
+
+    def __init__(self, llm: LLM, batch: int) -> None:
+        self.llm, self.batch, self.seconds = llm, batch, 0.0
+        llm.engine.step()
+        counters = llm.engine.scheduler.counters
+        self._tokens, self._steps = counters.num_emitted_tokens, counters.iterations
+
+    def advance(self, iterations: int) -> bool:
+        """Some iterations; False once a request has ended."""
+        start = time.perf_counter()
+        for _ in range(iterations):
+            self.llm.engine.step()
+        self.seconds += time.perf_counter() - start
+        return self.llm.engine.scheduler.num_running == self.batch
+
+    def figures(self) -> dict[str, float]:
+        """What was measured so far."""
+        counters = self.llm.engine.scheduler.counters
+        drafted = max(counters.num_drafts, 1)
+        return {"tokens_per_second": (counters.num_emitted_tokens - self._tokens) / self.seconds,
+                "ms_per_iteration": self.seconds * 1e3 / (counters.iterations - self._steps),
+                "accepted": counters.num_accepted_tokens / drafted, "drafted": counters.num_draft_tokens / drafted}
+
+
 class Decoding:
     """Engines whose requests start with a prompt already computed."""
 
@@ -47,26 +74,28 @@ class Decoding:
         source = Path(torch.__file__).parent / "nn" / "modules" / "module.py"
         self.ids = loaded.tokenizer(source.read_text(encoding="utf-8"))["input_ids"]
 
+    def start(self, batch: int, length: int, tokens: int, spec: dict[str, Any]) -> Lane:
+        """An engine that decodes `batch` requests with a context of `length`."""
+        llm = LLM(self.loaded, max_num_seqs=batch, kv_cache_tokens=batch * (length + tokens + 64), speculative_config=spec)
+        self.cache.seat(llm, [self.ids[:length]] * batch, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        return Lane(llm, batch)
+
     def rate(self, batch: int, length: int, tokens: int, spec: dict[str, Any]) -> dict[str, float]:
         """Tokens a second while all `batch` requests run, and what the drafts did."""
-        llm = LLM(self.loaded, max_num_seqs=batch, kv_cache_tokens=batch * (length + tokens + 64), speculative_config=spec)
-        engine, scheduler = llm.engine, llm.engine.scheduler
-        self.cache.seat(llm, [self.ids[:length]] * batch, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
-        engine.step()
-        counters = scheduler.counters
-        tokens0, steps0, start = counters.num_emitted_tokens, counters.iterations, time.perf_counter()
-        while scheduler.num_running == batch:
-            engine.step()
-        seconds = time.perf_counter() - start
-        drafted = max(counters.num_drafts, 1)
-        return {"tokens_per_second": (counters.num_emitted_tokens - tokens0) / seconds,
-                "ms_per_iteration": seconds * 1e3 / (counters.iterations - steps0),
-                "accepted": counters.num_accepted_tokens / drafted, "drafted": counters.num_draft_tokens / drafted}
+        lane = self.start(batch, length, tokens, spec)
+        while lane.advance(1):
+            pass
+        return lane.figures()
 
     def pair(self, batch: int, length: int, tokens: int, spec: dict[str, Any], repeats: int) -> dict[str, Any]:
-        """Plain and `spec` in turn; medians, and the median of the ratios."""
-        runs = [(self.rate(batch, length, tokens, PLAIN), self.rate(batch, length, tokens, spec)) for _ in range(repeats)]
-        ratios = [b["tokens_per_second"] / a["tokens_per_second"] for a, b in runs]
+        """Plain and `spec` in turn, some iterations each, so that both see the same weather; the median ratio."""
+        runs = []
+        for _ in range(repeats):
+            lanes = self.start(batch, length, tokens, PLAIN), self.start(batch, length, tokens, spec)
+            while all(lane.advance(_SLICE) for lane in lanes):
+                pass
+            runs.append([lane.figures() for lane in lanes])
+        ratios = [other["tokens_per_second"] / plain["tokens_per_second"] for plain, other in runs]
         return {"batch": batch, "context": length, "spec": spec, "ratio": statistics.median(ratios), "ratios": ratios,
                 "plain": runs[-1][0], "other": runs[-1][1]}
 
@@ -123,9 +152,7 @@ def main() -> None:
         cells += [(b, n, {"num_speculative_tokens": 8}) for n in (256, 1024, 4096) for b in (1, 4, 8, 16)]
     out["cells"] = []
     model = decoding.loaded.config
-    per_layer = model.hidden_size * (model.num_heads + 2 * model.num_kv_heads + model.num_heads) * model.head_dim
-    per_layer += 3 * model.hidden_size * model.intermediate_size
-    weights = 4 * (model.num_layers * per_layer + model.vocab_size * model.hidden_size)
+    weights = 4 * model.weights_a_pass
     for batch, length, spec in tqdm(cells, desc="cells"):
         cell = decoding.pair(batch, length, args.tokens, spec, args.repeats)
         cell["roofline_ms"] = (weights + batch * length * model.kv_bytes_per_token(4)) / bandwidth * 1e3
