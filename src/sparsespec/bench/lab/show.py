@@ -52,7 +52,8 @@ def grouped(cells: list[Figures]) -> Iterator[tuple[str, list[Figures]]]:
     for (dataset, _, temperature), group in groupby(cells, key):
         members = list(group)
         length = sum(c["prompt_tokens"] for c in members) / len(members)
-        yield f"{dataset}, {members[0]['prompts']} prompts of {length:,.0f} tokens, temperature {temperature:g}", members
+        prompts = f"{members[0]['prompts']} prompt{'s' if members[0]['prompts'] > 1 else ''}"
+        yield f"{dataset}, {prompts} of {length:,.0f} tokens, temperature {temperature:g}", members
 
 
 def label(cell: Figures) -> str:
