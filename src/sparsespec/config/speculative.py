@@ -8,9 +8,10 @@ from typing import Any
 from sparsespec.config.fields import check_choices, check_range, from_dict, option
 from sparsespec.core.errors import InvalidValueError
 
-PER_REQUEST = frozenset({"method", "num_speculative_tokens", "sparse_attn_ratio", "min_budget", "sparse_attn_mass", "score_rows",
-                         "score_group", "num_sink_tokens", "magicdec_variant", "prompt_lookup_min", "prompt_lookup_max",
-                         "num_proposed_tokens"})
+PER_REQUEST = frozenset({
+    "method", "num_speculative_tokens", "sparse_attn_ratio", "min_budget", "sparse_attn_mass", "shared_budget", "score_rows",
+    "score_group", "score_spread", "num_sink_tokens", "magicdec_variant", "prompt_lookup_min", "prompt_lookup_max",
+    "num_proposed_tokens"})
 """What a request may set for itself."""
 
 # What each method's authors ran it with, where it differs from the defaults.
@@ -33,9 +34,11 @@ class SpeculativeConfig:
     min_budget: int = option(128, "KV entries that a draft step sees at least, where the context has them")
     sparse_attn_mass: float | None = option(None, "share of the attention that a draft step's entries hold; sparse_attn_ratio and "
                                                   "min_budget then only cap their number")
+    shared_budget: bool = option(False, "layers and KV heads share one budget: those that look at many entries take from the others")
     score_rows: str = option("all", "which verified rows score the KV; accepted leaves out the rows of rejected drafts, ends takes "
                                     "the first and the last", choices=("all", "accepted", "ends"))
     score_group: str = option("mean", "how the scores of a KV head's query heads combine", choices=("mean", "max"))
+    score_spread: int = option(0, "positions that a score spreads to the right: drafts look past what verification looked at")
     num_sink_tokens: int = option(4, "first tokens that window and magicdec always see")
     magicdec_variant: str = option("stream", "stream: sinks and recent tokens; snapkv: chosen once, at the prompt's end",
                                    choices=("stream", "snapkv"))
@@ -64,6 +67,7 @@ class SpeculativeConfig:
             check_range(where + "sparse_attn_mass", self.sparse_attn_mass, 0.0, 1.0, integer=False)
         if self.draft_cost is not None:
             check_range(where + "draft_cost", self.draft_cost, 0.0, 10.0, integer=False)
+        check_range(where + "score_spread", self.score_spread, 0, 64)
         check_range(where + "num_sink_tokens", self.num_sink_tokens, 0)
         check_range(where + "prompt_lookup_min", self.prompt_lookup_min, 1)
         check_range(where + "prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min,

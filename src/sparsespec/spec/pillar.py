@@ -9,6 +9,7 @@ scored too, so that the first round is already sparse.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsespec.spec.base import DraftPolicy, Selection, Verified
@@ -17,7 +18,9 @@ from sparsespec.spec.budget import top_entries
 
 class Pillar(DraftPolicy):
     """`score_rows` "all" averages over every verified row, "accepted" leaves out the rows of rejected drafts, "ends" takes the
-    first and the last. `score_group` "mean" or "max" over the query heads of a KV head."""
+    first and the last. `score_group` "mean" or "max" over the query heads of a KV head. `score_spread` w gives an entry the
+    best score of itself and the w before it: where text repeats, attention moves on along the earlier copy with each token,
+    so that drafts look just behind what the verification looked at."""
 
     name = "pillar"
     selects = True
@@ -43,4 +46,8 @@ class Pillar(DraftPolicy):
             raise ValueError("pillar selects from scores, and none were collected")
         kept = verified.scores.shape[2]
         scores = verified.scores[:, :, :verified.accepted].mean(2) if kept > 1 else verified.scores[:, :, 0]
-        return top_entries(scores, self.budget(verified.length), self.config.sparse_attn_mass)
+        spread = min(self.config.score_spread, scores.shape[-1] - 1)
+        if spread > 0:
+            scores = F.max_pool1d(F.pad(scores, (spread, 0)), spread + 1, 1)
+        return top_entries(scores, self.budget(verified.length), self.config.sparse_attn_mass,
+                           shared=self.config.shared_budget)
