@@ -34,7 +34,7 @@ class SpeculativeConfig:
     min_budget: int = option(128, "KV entries that a draft step sees at least, where the context has them")
     sparse_attn_mass: float | None = option(None, "share of the attention that a draft step's entries hold; sparse_attn_ratio and "
                                                   "min_budget then only cap their number")
-    shared_budget: bool = option(False, "layers and KV heads share one budget: those that look at many entries take from the others")
+    shared_budget: bool = option(False, "layers and KV heads share one budget: the many that one looks at are taken from others")
     score_rows: str = option("all", "which verified rows score the KV; accepted leaves out the rows of rejected drafts, ends takes "
                                     "the first and the last", choices=("all", "accepted", "ends"))
     score_group: str = option("mean", "how the scores of a KV head's query heads combine", choices=("mean", "max"))
