@@ -38,7 +38,7 @@ class SpeculativeConfig:
     score_rows: str = option("all", "which verified rows score the KV; accepted leaves out the rows of rejected drafts, ends takes "
                                     "the first and the last", choices=("all", "accepted", "ends"))
     score_group: str = option("mean", "how the scores of a KV head's query heads combine", choices=("mean", "max"))
-    score_spread: int = option(0, "positions that a score spreads to the right: drafts look past what verification looked at")
+    score_spread: int = option(8, "positions that a score spreads to the right: drafts look past what verification looked at")
     num_sink_tokens: int = option(4, "first tokens that window and magicdec always see")
     magicdec_variant: str = option("stream", "stream: sinks and recent tokens; snapkv: chosen once, at the prompt's end",
                                    choices=("stream", "snapkv"))
