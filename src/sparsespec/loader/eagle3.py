@@ -99,8 +99,9 @@ def _target_ids(maps: dict[str, Tensor], size: int, vocab_size: int, where: str)
         return torch.arange(size)
     for key, length in (("d2t", size), ("t2d", vocab_size)):
         if key in maps and maps[key].shape != (length,):
-            raise ModelLoadError("model", where,
-                                 f"tensor {key} has shape {tuple(maps[key].shape)}, the config asks for {(length,)}", "Check that config and weights belong together")
+            shape = tuple(maps[key].shape)
+            raise ModelLoadError("model", where, f"tensor {key} has shape {shape}, the config asks for {(length,)}",
+                                 "Check that config and weights belong together")
     ids = torch.arange(size) + maps["d2t"].long()
     known = torch.zeros(vocab_size, dtype=torch.bool)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
