@@ -1,0 +1,169 @@
+"""Sampled output has the target's distribution whichever policy drafts: the joint of three tokens, as in test_distribution.
+
+And at each level drafts are distributed as verification is told: where tokens t come from distributions q, the numbers
+F_q(t - 1) + u · q(t) are uniform for uniform u. A middle level broken on purpose shows that both tests can see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from policies import POLICIES, configure
+from reference import Reference
+from sparsespec import LLM, SamplingParams
+from sparsespec.config.engine import LoadConfig
+from sparsespec.loader import load_model
+from sparsespec.loader.loaded import LoadedModel
+from sparsespec.runner import decide
+from sparsespec.runner.decide import Decider
+from sparsespec.sampling.rng import inverse_cdf
+from sparsespec.spec import quest
+from sparsespec.testing import tiny_eagle3, tiny_qwen3
+from sparsespec.verify.result import VerifyResult
+from stat_utils import BROKEN, SOUND, chi_square
+
+V, K = 16, 4
+PATH = tiny_qwen3(6, vocab_size=V, num_layers=3, max_position_embeddings=128)
+PROMPT = np.random.default_rng(1).integers(0, V, 37).tolist()
+TEMPERATURES = (0.7, 1.4)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def quest_selects_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model of three layers Quest's dense ones would leave too little to choose."""
+    monkeypatch.setattr(quest, "_DENSE_LAYERS", 0)
+
+
+@cache
+def model() -> LoadedModel:
+    return load_model(LoadConfig(model=str(PATH), skip_tokenizer_init=True, device="cpu"))
+
+
+@cache
+def next_logits() -> tuple[Tensor, Tensor, Tensor]:
+    """Hugging Face's logits after the prompt and after each one and two tokens more: [1, V], [V, V], [V², V]."""
+    hf = Reference.directory(PATH).model
+    two = torch.cartesian_prod(torch.arange(V), torch.arange(V))
+    with torch.inference_mode():
+        return tuple(hf(torch.cat((torch.tensor(PROMPT).expand(len(tail), -1), tail), 1), use_cache=False).logits[:, -1]  # type: ignore[return-value]
+                     for tail in (torch.zeros(1, 0, dtype=torch.int64), two[:V, 1:], two))
+
+
+def joint(temperature: float) -> Tensor:
+    """Probabilities [V³] of three tokens."""
+    first, second, third = ((x.double() / temperature).softmax(-1) for x in next_logits())
+    return (first.view(V, 1, 1) * second.view(V, V, 1) * third.view(V, V, V)).flatten()
+
+
+def sample(name: str, draws: int, seeded: bool, seed: int = 0) -> list[float]:
+    """p-values, by temperature, of the joint of three tokens."""
+    config = configure(name, K, tiny_eagle3(PATH, 2), min_budget=36 if "snapkv" in name else 2)
+    llm = LLM(model(), max_num_seqs=256, kv_cache_tokens=256 * 64, max_num_batched_tokens=16384, seed=seed, speculative_config=config)
+    params = [SamplingParams(temperature=t, n=draws, max_tokens=K + 2, seed=10**6 * (i + 10 * seed) if seeded else None)
+              for i, t in enumerate(TEMPERATURES)]
+    outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+    stats = llm.stats()
+    assert stats["num_draft_tokens"] > 100
+    assert 0.02 < stats["num_accepted_tokens"] / stats["num_draft_tokens"] < 0.99
+    place = torch.tensor([V * V, V, 1])
+    return [chi_square(torch.tensor([c.token_ids[:3] for c in o.outputs]) @ place, joint(t))
+            for o, t in zip(outputs, TEMPERATURES, strict=True)]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_joint_of_three_tokens(name: str, seeded: bool) -> None:
+    assert min(sample(name, 500, seeded)) >= SOUND
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("name", POLICIES)
+def test_joint_with_more_draws(name: str, seeded: bool) -> None:
+    for seed in range(3):
+        assert min(sample(name, 8000, seeded, seed)) >= SOUND
+
+
+# -- what verification is told -----------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Collects, of every draft that reaches verification, where it lies in the distribution that it is said to come from.
+
+    At verification a round is complete, so that no draft is looked at because of what it is.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[Tensor] = []
+        self._random = torch.Generator().manual_seed(0)
+        verify = Decider.verify
+
+        def watched(decider: Decider, logits: Tensor, rows: Any, tokens: Tensor, slots: np.ndarray, drafted: np.ndarray,
+                    first: np.ndarray, place: np.ndarray) -> Any:
+            if decider._draft_probs is not None:
+                for slot, count, start in zip(slots.tolist(), drafted.tolist(), place.tolist(), strict=True):
+                    drafts, q = tokens[slot, start:start + count], decider._draft_probs[slot, :count].double()
+                    own = q.gather(1, drafts[:, None])[:, 0]
+                    before = q.cumsum(1).gather(1, drafts[:, None])[:, 0] - own
+                    self.found.append(before + torch.rand(count, generator=self._random, dtype=torch.float64) * own)
+            return verify(decider, logits, rows, tokens, slots, drafted, first, place)
+
+        monkeypatch.setattr(Decider, "verify", watched)
+
+    def p_value(self) -> float:
+        """Of uniformity, in 20 cells."""
+        x = torch.cat(self.found)
+        assert len(x) > 1000
+        return chi_square((x * 20).long().clamp(0, 19), torch.full((20,), 0.05))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_drafts_come_from_the_distributions_that_verification_knows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(monkeypatch)
+    sample(name, 300, False)
+    assert watch.p_value() >= SOUND
+
+
+sound_rejection, sound_check = decide.rejection, Decider._check
+
+
+def no_residual(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, *u: Tensor) -> VerifyResult:
+    """Draws from the checking pass itself where a proposal was rejected, as TriForce's public code does."""
+    result = sound_rejection(drafts, count, p, q, accept, *u)
+    row = torch.arange(len(drafts))
+    result.tokens[row, result.num_accepted] = inverse_cdf(p[row, result.num_accepted], u[-1])
+    return result
+
+
+def accept_always(drafts: Tensor, count: Tensor, p: Tensor, q: Tensor | None, accept: Tensor, *u: Tensor) -> VerifyResult:
+    return sound_rejection(drafts, count, p, q, torch.full_like(accept, 1e-300), *u)
+
+
+def break_the_middle(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., VerifyResult]) -> None:
+    """Use `broken` where the sparse pass checks proposals, and there alone."""
+    def check(self: Decider, *args: Any) -> Tensor:
+        with monkeypatch.context() as inside:
+            inside.setattr(decide, "rejection", broken)
+            return sound_check(self, *args)
+
+    monkeypatch.setattr(Decider, "_check", check)
+
+
+@pytest.mark.parametrize("broken", [no_residual, accept_always])
+@pytest.mark.parametrize("name", ["hierarchy", "triforce", "hierarchy-eagle3"])
+def test_a_broken_middle_level_is_seen(name: str, broken: Callable[..., VerifyResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts are not from the distributions that are kept of them, and the output is no longer the target's."""
+    break_the_middle(monkeypatch, broken)
+    watch = Watch(monkeypatch)
+    p = min(sample(name, 2500, False))
+    assert watch.p_value() < BROKEN
+    assert p < BROKEN
