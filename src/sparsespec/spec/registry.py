@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from sparsespec.config.model import ModelConfig
-from sparsespec.config.speculative import PER_REQUEST, SpeculativeConfig
+from sparsespec.config.speculative import PER_REQUEST, SpeculativeConfig, plain_names
 from sparsespec.core.errors import InvalidValueError, UnknownFieldError
 from sparsespec.core.request import DraftTraits
 from sparsespec.spec.base import DraftHead, DraftPolicy
@@ -78,7 +78,7 @@ class PolicySet:
         """Traits of the policy of a request that asks for these settings over the engine's. Raises InvalidValueError."""
         if not asked:
             return self.policies[0].traits(0)
-        own = self._configs[0]
+        own, asked = self._configs[0], plain_names(asked)
         for key, value in asked.items():
             if key not in PER_REQUEST:
                 known = key in {f.name for f in fields(own)}
