@@ -96,6 +96,21 @@ def test_every_policy_in_one_batch(cases: Cases) -> None:
     assert 0 < llm.stats()["num_accepted_tokens"] < llm.stats()["num_draft_tokens"]
 
 
+@pytest.mark.parametrize("schedule", ["unified", "lockstep"])
+def test_one_seed_gives_one_text(schedule: str, cases: Cases) -> None:
+    """Requests that sample with a seed of their own write the same whoever drafts, penalties and truncation included."""
+    prompt = cases[0][0]
+    wanted = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "repetition_penalty": 1.2, "top_p": 0.9, "min_tokens": 8,
+              "stop_token_ids": list(range(0, 256, 25)), "logit_bias": {7: 1.5}}
+    plain = LLM(target(), kv_cache_tokens=256, max_model_len=256, speculative_config={"method": "none"})
+    expected = plain.generate(prompt, SamplingParams(**wanted), use_tqdm=False)[0].outputs[0]
+    llm = LLM(target(), kv_cache_tokens=4096, max_model_len=256, max_num_seqs=len(MIXED),
+              speculative_config=configure("hierarchy-eagle3", 8, schedule=schedule))
+    params = [SamplingParams(**wanted, speculative_config=per_request(name, 1 + i % 8)) for i, name in enumerate(MIXED)]
+    for name, out in zip(MIXED, serve(llm, [prompt] * len(MIXED), params, [i % 4 for i in range(len(MIXED))]), strict=True):
+        assert (out.outputs[0].token_ids, out.outputs[0].stop_reason) == (expected.token_ids, expected.stop_reason), name
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_preempted_at_random(seed: int, cases: Cases) -> None:
     """In the middle of prompts, drafts and proposals; each request returns to a slot that another policy may have had."""

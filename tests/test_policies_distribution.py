@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies import POLICIES, configure
+from policies import POLICIES, configure, per_request
 from reference import Reference
 from sparsespec import LLM, SamplingParams
 from sparsespec.config.engine import LoadConfig
@@ -58,9 +58,14 @@ def next_logits() -> tuple[Tensor, Tensor, Tensor]:
                      for tail in (torch.zeros(1, 0, dtype=torch.int64), two[:V, 1:], two))
 
 
-def joint(temperature: float) -> Tensor:
+def joint(temperature: float, top_k: int = V, min_p: float = 0.0) -> Tensor:
     """Probabilities [V³] of three tokens."""
-    first, second, third = ((x.double() / temperature).softmax(-1) for x in next_logits())
+    def probs(logits: Tensor) -> Tensor:
+        x = logits.double() / temperature
+        keep = (x >= x.topk(top_k).values[:, -1:]) & (x.softmax(-1) >= min_p * x.softmax(-1).amax(-1, keepdim=True))
+        return x.masked_fill(~keep, -torch.inf).softmax(-1)
+
+    first, second, third = (probs(x) for x in next_logits())
     return (first.view(V, 1, 1) * second.view(V, V, 1) * third.view(V, V, V)).flatten()
 
 
@@ -78,6 +83,19 @@ def sample(name: str, draws: int, seed: int = 0, kinds: tuple[tuple[float, bool]
     place = torch.tensor([V * V, V, 1])
     return [chi_square(torch.tensor([c.token_ids[:3] for c in o.outputs]) @ place, joint(t))
             for o, (t, _) in zip(outputs, kinds, strict=True)]
+
+
+def test_every_policy_in_one_batch() -> None:
+    """Each request has a policy, a temperature and, some of them, a truncation of its own."""
+    llm = LLM(model(), max_num_seqs=256, kv_cache_tokens=256 * 64, max_num_batched_tokens=16384,
+              speculative_config=configure("hierarchy-eagle3", K, tiny_eagle3(PATH, 2), min_budget=2))
+    names, changes = sorted(POLICIES), ({"temperature": 0.7}, {"temperature": 1.0, "top_k": 6}, {"temperature": 1.4, "min_p": 0.05})
+    params = [SamplingParams(n=400, max_tokens=K + 2, **changes[i % 3], speculative_config={
+        **per_request(name, 2 + i % 3), "min_budget": 36 if "snapkv" in name else 2}) for i, name in enumerate(names)]
+    place = torch.tensor([V * V, V, 1])
+    for i, out in enumerate(llm.generate([PROMPT] * len(names), params, use_tqdm=False)):
+        drawn = torch.tensor([c.token_ids[:3] for c in out.outputs]) @ place
+        assert chi_square(drawn, joint(**changes[i % 3])) >= SOUND, names[i]  # type: ignore[arg-type]
 
 
 # -- what verification is told -----------------------------------------------------------------------------------------
