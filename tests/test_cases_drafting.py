@@ -40,8 +40,7 @@ def clocked(method: str, attention: float) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("attention", [0.5, 0.8, 0.95])
-@pytest.mark.parametrize("method", ["pillar", "ngram"])
+@pytest.mark.parametrize(("method", "attention"), [("pillar", 0.5), ("pillar", 0.95), ("ngram", 0.8)])
 def test_t36_drafts_that_are_always_wrong(method: str, attention: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "_PROBE_AFTER", 64)  # instead of 1024 plain steps
     llm = clocked(method, attention)

@@ -33,11 +33,11 @@ def test_on_the_default_model(name: str, smol: LoadedModel, capsys: pytest.Captu
     module = load(name)
     if hasattr(module, "POLICIES"):
         monkeypatch.setattr(module, "POLICIES", registry.POLICIES)
-    ids = module.main(smol, 10)
+    ids = module.main(smol, 8)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ids) >= 4
     assert all(other == ids[0] for other in ids)
-    assert len(ids[0]) == 10
+    assert len(ids[0]) == 8
 
 
 def test_eagle3() -> None:

@@ -46,7 +46,7 @@ def test_alone(name: str, cases: Cases) -> None:
     """Every k and batch. Views are small enough that drafts are wrong now and then."""
     drafted = accepted = 0
     for k, batch in product(DRAFTS, BATCHES):
-        stats = run(cases, batch, 10, configure(name, k))
+        stats = run(cases, batch, 9, configure(name, k))
         drafted, accepted = drafted + stats["num_draft_tokens"], accepted + stats["num_accepted_tokens"]
     assert drafted > 100
     assert accepted < drafted
@@ -65,8 +65,8 @@ def test_alone_long(name: str, schedule: str, cases: Cases) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_prompts_in_chunks_and_lockstep(name: str, cases: Cases) -> None:
     """Chunks as small as a row, some ending in the middle of what is scored; pages of 16."""
-    for chunk in (1, 19):
-        run(cases, 3, 10, configure(name, 4, schedule="lockstep"), max_num_batched_tokens=chunk, page_size=16)
+    for chunk, batch in ((1, 1), (19, 3)):
+        run(cases, batch, 10, configure(name, 4, schedule="lockstep"), max_num_batched_tokens=chunk, page_size=16)
 
 
 def mixed_engine(**settings: Any) -> LLM:

@@ -33,6 +33,8 @@ from stat_utils import BROKEN, SOUND, chi_square
 V, K = 16, 4
 PATH = tiny_qwen3(6, vocab_size=V, num_layers=3, max_position_embeddings=128)
 PROMPT = np.random.default_rng(1).integers(0, V, 37).tolist()
+VARIANTS = ("pillar-accepted", "pillar-ends", "specattn-mass", "magicdec")
+"""Policies that only differ in what they select: by default they run in the mixed batch alone."""
 KINDS = ((0.7, False), (1.4, False), (1.0, True))  # temperature, and whether the request has a seed of its own
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +92,7 @@ def test_every_policy_in_one_batch() -> None:
     llm = LLM(model(), max_num_seqs=256, kv_cache_tokens=256 * 64, max_num_batched_tokens=16384,
               speculative_config=configure("hierarchy-eagle3", K, tiny_eagle3(PATH, 2), min_budget=2))
     names, changes = sorted(POLICIES), ({"temperature": 0.7}, {"temperature": 1.0, "top_k": 6}, {"temperature": 1.4, "min_p": 0.05})
-    params = [SamplingParams(n=400, max_tokens=K + 2, **changes[i % 3], speculative_config={
+    params = [SamplingParams(n=200, max_tokens=K + 2, **changes[i % 3], speculative_config={
         **per_request(name, 2 + i % 3), "min_budget": 36 if "snapkv" in name else 2}) for i, name in enumerate(names)]
     place = torch.tensor([V * V, V, 1])
     for i, out in enumerate(llm.generate([PROMPT] * len(names), params, use_tqdm=False)):
@@ -138,11 +140,11 @@ class Watch:
         return chi_square((x * 20).long().clamp(0, 19), torch.full((20,), 0.05))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [n for n in POLICIES if n not in VARIANTS])
 def test_joint_of_three_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output follows the target, and drafts the distributions that verification knows them by."""
     watch = Watch(monkeypatch)
-    assert min(sample(name, 350)) >= SOUND
+    assert min(sample(name, 250)) >= SOUND
     assert watch.p_value() >= SOUND
 
 
@@ -182,12 +184,14 @@ def break_the_middle(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Veri
     monkeypatch.setattr(Decider, "_check", check)
 
 
-@pytest.mark.parametrize(("name", "broken"), [("triforce", no_residual), ("hierarchy-eagle3", no_residual),
-                                              ("hierarchy", accept_always)])
-def test_a_broken_middle_level_is_seen(name: str, broken: Callable[..., VerifyResult], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "broken", "draws"), [
+    ("triforce", no_residual, 2600), ("hierarchy", accept_always, 500),
+    pytest.param("hierarchy-eagle3", no_residual, 2600, marks=pytest.mark.slow)])
+def test_a_broken_middle_level_is_seen(name: str, broken: Callable[..., VerifyResult], draws: int,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """Its drafts are not from the distributions that are kept of them, and the output is no longer the target's."""
     break_the_middle(monkeypatch, broken)
     watch = Watch(monkeypatch)
-    p = min(sample(name, 2600, kinds=((0.7, False),), known=4))
+    p = min(sample(name, draws, kinds=((0.7, False),), known=4))
     assert watch.p_value() < BROKEN
     assert p < BROKEN
