@@ -59,6 +59,10 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         where = "speculative_config."
         check_choices(self, where)
+        if not isinstance(self.method, str):
+            raise InvalidValueError(where + "method", self.method, "not a name", 'Give a draft policy, such as "pillar"')
+        if self.model is not None and not isinstance(self.model, str):
+            raise InvalidValueError(where + "model", self.model, "not a name", "Give a directory or hub name as a string")
         check_range(where + "num_speculative_tokens", self.num_speculative_tokens, 1, 64)
         check_range(where + "sparse_attn_ratio", self.sparse_attn_ratio, 0.0, 1.0, integer=False,
                     remedy="Give a share of the context, 0.05 for 5 %")
@@ -83,18 +87,28 @@ class SpeculativeConfig:
         """Build from the user's mapping (None: the defaults). Unknown keys raise UnknownFieldError."""
         if values is not None and not isinstance(values, dict):
             raise InvalidValueError("speculative_config", values, "not a mapping", 'Give a dict, such as {"method": "pillar"}')
-        values = _vllm_names(dict(values or {}))
+        values = plain_names(values or {})
         method = values.get("method")
         preset = _PRESETS.get(method, {}) if isinstance(method, str) else {}
         return from_dict(cls, {**preset, **values}, "speculative_config")
 
 
-def _vllm_names(values: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's proposal names sparse self-speculation `sparse_attn`, and what selects `sparse_attn_algorithm`."""
-    algorithm = values.pop("sparse_attn_algorithm", None)
-    if values.pop("sparse_attn", False) or values.get("method") == "sparse_attn":
-        values["method"] = algorithm or "specattn"
-    elif algorithm is not None and values.setdefault("method", algorithm) != algorithm:
-        raise InvalidValueError("speculative_config.sparse_attn_algorithm", algorithm,
-                                f"contradicts method={values['method']!r}", "Give one of the two")
+def plain_names(values: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's proposal names sparse self-speculation `sparse_attn`, and what selects `sparse_attn_algorithm`: the same settings
+    without these names. Raises InvalidValueError where they contradict."""
+    values = dict(values)
+    algorithm, on = values.pop("sparse_attn_algorithm", None), values.pop("sparse_attn", None)
+    where = "speculative_config."
+    if on is not None and not isinstance(on, bool):
+        raise InvalidValueError(where + "sparse_attn", on, "not a boolean", "Give true, or name a method")
+    if values.get("method") == "sparse_attn":
+        del values["method"]
+        on = True if on is None else on
+    if on is False and (algorithm is not None or "method" not in values):
+        raise InvalidValueError(where + "sparse_attn", on, "switches off what drafts", 'Set method="none", or name another method')
+    if on and algorithm is None:
+        algorithm = "specattn"
+    if algorithm is not None and values.setdefault("method", algorithm) != algorithm:
+        raise InvalidValueError(where + "method", values["method"], f"contradicts sparse_attn with {algorithm!r}",
+                                "Give one of the two")
     return values

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparsespec.config.engine import EngineConfig
+from sparsespec.config.speculative import SpeculativeConfig
 from sparsespec.core.errors import InvalidValueError, NumericalError, UnsupportedError
 from sparsespec.core.outputs import RequestOutput
 from sparsespec.core.plan import StepPlan, StepResult
@@ -26,6 +27,7 @@ from sparsespec.engine.output import Completion, Group
 from sparsespec.kv.pool import KVPool
 from sparsespec.kv.table import PageTable
 from sparsespec.loader import load_model
+from sparsespec.loader.eagle3 import load_eagle3
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.metrics.stats import collect_stats
 from sparsespec.runner.calibrate import measure_costs
@@ -48,7 +50,7 @@ class Engine:
         self.policies = PolicySet(spec, model)
         self.policy = self.policies[0]
         max_drafts = self.policy.traits(0).k
-        self.max_model_len, tokens = _lengths(config, self.loaded, max_drafts)
+        self.max_model_len, tokens = _lengths(config, self.loaded, max_drafts, _bind_head(self.policies, spec, self.loaded))
         slots = config.scheduler.max_num_seqs
         self.pages = PageTable(slots, self.max_model_len + max_drafts + 1, config.cache.page_size, tokens // config.cache.page_size)
         self.pool = KVPool(model, self.pages.capacity, self.loaded.dtype, self.loaded.device)
@@ -210,14 +212,26 @@ def _refuse_unsupported(config: EngineConfig) -> None:
         raise UnsupportedError("kv_offloading_size", config.cache.kv_offloading_size, "there is no host pool yet", "Leave it out")
 
 
-def _lengths(config: EngineConfig, loaded: LoadedModel, max_drafts: int) -> tuple[int, int]:
+def _bind_head(policies: PolicySet, spec: SpeculativeConfig, loaded: LoadedModel) -> int:
+    """Load the draft head if the policy needs one; gives the bytes that it keeps of a token."""
+    if not policies[0].needs_head:
+        if spec.model is not None:
+            raise InvalidValueError("speculative_config.model", spec.model, f"method {spec.method!r} uses no draft head",
+                                    'Set method="eagle3", or leave it out')
+        return 0
+    head = load_eagle3(spec.model, loaded)
+    policies.bind(head)
+    return head.kv_bytes_per_token
+
+
+def _lengths(config: EngineConfig, loaded: LoadedModel, max_drafts: int, head_bytes: int) -> tuple[int, int]:
     """(max_model_len, tokens of the KV pool). Raises InvalidValueError where they can not be had."""
     asked, most = config.load.max_model_len, loaded.config.max_position_embeddings
     if asked is not None and asked > most:
         raise InvalidValueError("max_model_len", asked, f"more than the {most} positions that the model knows",
                                 f"Give at most {most}")
     length = asked or most
-    tokens = pool_tokens(config, loaded, length)
+    tokens = pool_tokens(config, loaded, length, head_bytes)
     if asked is None:
         length = min(length, tokens)
     if max_drafts + 1 >= length:

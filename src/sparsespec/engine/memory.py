@@ -14,15 +14,18 @@ _CPU_SHARE = 0.4  # of free memory: the rest is the user's
 _ACTIVATIONS = 1 << 30  # bytes kept free on a GPU for activations and workspaces
 
 
-def pool_tokens(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
-    """Tokens of the device pool, in whole pages: what was asked, else what the memory allows and the requests can use."""
+def pool_tokens(config: EngineConfig, loaded: LoadedModel, max_model_len: int, head_bytes: int = 0) -> int:
+    """Tokens of the device pool, in whole pages: what was asked, else what the memory allows and the requests can use.
+
+    head_bytes: what a draft head keeps of each token besides.
+    """
     size = config.cache.page_size
     asked = config.cache.kv_cache_tokens
     if asked is not None:
         if asked < size:
             raise InvalidValueError("kv_cache_tokens", asked, f"less than one page of {size} tokens", "Raise it or lower page_size")
         return asked // size * size
-    per_token = loaded.config.kv_bytes_per_token(loaded.dtype.itemsize)
+    per_token = loaded.config.kv_bytes_per_token(loaded.dtype.itemsize) + head_bytes
     if loaded.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(loaded.device)
         room = int(free - (1 - config.cache.gpu_memory_utilization) * total - _ACTIVATIONS)

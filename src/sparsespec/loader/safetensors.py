@@ -18,8 +18,9 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def find_model(name: str) -> Path:
-    """The path of a model: a local one, or a hub name's snapshot. Raises ModelLoadError if there is neither."""
+def find_model(name: str, also: tuple[str, ...] = ()) -> Path:
+    """The path of a model: a local one, or a hub name's snapshot (`also`: further files of it). Raises ModelLoadError if there
+    is neither."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -29,7 +30,7 @@ def find_model(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, allow_patterns=[*_WANTED, *also]))
     except Exception as e:  # requests, httpx, OSError and the hub's own kinds, by version
         raise ModelLoadError("model", name, f"no such path, and the hub did not give it ({type(e).__name__}: {e})",
                              "Give the path of a local copy, or check the name and the network") from e

@@ -209,9 +209,12 @@ class ModelRunner:
         return self.pool.data[:, 0].index_select(2, entries)
 
     def _absorb(self, plan: StepPlan, batch: InputBatch, result: StepResult, features: Tensor) -> None:
-        """Show the policy the hidden states of rows that are committed now: prefill chunks, and accepted rows."""
+        """Show each policy the hidden states of its rows that are committed now: prefill chunks, and accepted rows."""
         keep = plan.rows.astype(np.int64)
         keep[plan.sparse] = 0
         keep[result.items] -= plan.drafted[result.items] - (result.num_tokens - 1)
-        rows = torch.from_numpy(spread(batch.first, keep)).to(self.device)
-        self.policies[0].absorb(Features(features[:, rows], batch.slots[rows], batch.positions[rows]), self.tokens)
+        owner = self.policy[plan.slots]
+        for index in np.unique(owner[keep > 0]).tolist():
+            if self.policies[index].feature_layers:
+                rows = torch.from_numpy(spread(batch.first, np.where(owner == index, keep, 0))).to(self.device)
+                self.policies[index].absorb(Features(features[:, rows], batch.slots[rows], batch.positions[rows]), self.tokens)

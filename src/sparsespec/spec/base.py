@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsespec.attention.base import SparseRows
@@ -90,14 +91,43 @@ class ProposeContext:
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of committed rows, for proposers that read the target's: [layers captured, N, hidden].
+    """Hidden states of committed rows, for proposers that read the target's: [feature_layers, N, hidden].
 
-    slots, positions [N]: the rows; the token after each is in the token table.
+    Items lie one after the other, each a run of neighbouring positions of one request. slots, positions [N]: the rows; the
+    token after each is in the token table.
     """
 
     hidden: Tensor
     slots: Tensor
     positions: Tensor
+
+
+class DraftHead(Protocol):
+    """A small model that drafts from hidden states of the target, with a KV cache of its own that the policy keeps.
+
+    feature_layers: layers of the target whose inputs it reads, ascending.
+    """
+
+    feature_layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states [N, hidden] from the target's [feature_layers, N, target hidden]."""
+        ...
+
+    def __call__(self, hidden: Tensor, tokens: Tensor, positions: Tensor,
+                 attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """States [N, hidden] after positions [N], from the ones before and the tokens that follow them [N]; attend maps q
+        [N, heads, D], k, v [N, KV heads, D] to [N, heads · D]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, target vocabulary] in float32; -inf for tokens that it does not know."""
+        ...
 
 
 class DraftPolicy:
@@ -108,8 +138,8 @@ class DraftPolicy:
     proposes: ClassVar[bool] = False  # `propose` gives tokens without a pass of the target
     uses_scores: ClassVar[bool] = False  # every full pass hands its attention probabilities to `observe`
     reselects: ClassVar[bool] = False  # each draft step and layer asks `reselect` for its entries
-    per_request: bool = True  # needs nothing that only an engine's start can give
-    feature_layers: tuple[int, ...] = ()  # outputs of these layers of the target go to `absorb`
+    needs_head: bool = False  # the draft head that the engine loads from speculative_config.model goes to `bind`
+    feature_layers: tuple[int, ...] = ()  # inputs of these layers of the target go to `absorb`; ascending
 
     def __init__(self, config: SpeculativeConfig, model: ModelConfig) -> None:
         self.config, self.model = config, model
@@ -120,6 +150,9 @@ class DraftPolicy:
     def drafts(self) -> bool:
         """False: every step is a plain decode."""
         return self.selects or self.proposes
+
+    def bind(self, head: DraftHead) -> None:
+        """Take the engine's draft head, before anything is drafted; only policies that need one are given it."""
 
     def traits(self, index: int) -> DraftTraits:
         """What the scheduler has to know of it, as the engine's policy number `index`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsespec.config.model import ModelConfig
 from sparsespec.config.speculative import SpeculativeConfig
-from sparsespec.spec.base import DraftPolicy, Features, ProposeContext, Selection, Verified
+from sparsespec.spec.base import DraftHead, DraftPolicy, Features, ProposeContext, Selection, Verified
 
 
 class Hierarchy(DraftPolicy):
@@ -31,7 +31,10 @@ class Hierarchy(DraftPolicy):
                  proposer: Callable[..., DraftPolicy]) -> None:
         super().__init__(config, model)
         self.middle, self.proposer = middle(config, model), proposer(config, model)
-        self.per_request = self.proposer.per_request
+        self.needs_head = self.proposer.needs_head
+
+    def bind(self, head: DraftHead) -> None:
+        self.proposer.bind(head)
         self.feature_layers = self.proposer.feature_layers
 
     def wants_scores(self, prompt: bool) -> bool:

@@ -21,10 +21,13 @@ class SuffixAutomaton:
         self.text: list[int] = []
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._end = [-1], [0], [-1]
-        self._last = 0
+        self._last = self._asked = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
+        if tokens and self._asked:
+            self._end[self._asked] = len(self.text) - 1  # its latest place, for the next time: recent text repeats more often
+            self._asked = 0
         for token in tokens:
             self._append(token)
 
@@ -57,7 +60,8 @@ class SuffixAutomaton:
     def follow(self, after: Sequence[int], shortest: int, longest: int, count: int) -> list[int]:
         """Up to `count` tokens that followed an earlier place of the longest suffix of text + `after`, [] if it is too short.
 
-        Only suffixes of `shortest` to `longest` tokens count; of a state's places the first is taken, or one found later.
+        Only suffixes of `shortest` to `longest` tokens count; of a state's places the first is taken, or the latest that was
+        asked for.
         """
         state, length = self._link[self._last], 0
         length = self._length[state] if state > 0 else 0
@@ -71,7 +75,7 @@ class SuffixAutomaton:
             return []
         start = self._end[state] + 1
         if not after:
-            self._end[state] = len(self.text) - 1  # the latest place, for the next time: recent text repeats more often
+            self._asked = state
         return self.text[start:start + count]
 
 

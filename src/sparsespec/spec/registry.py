@@ -7,10 +7,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from sparsespec.config.model import ModelConfig
-from sparsespec.config.speculative import PER_REQUEST, SpeculativeConfig
+from sparsespec.config.speculative import PER_REQUEST, SpeculativeConfig, plain_names
 from sparsespec.core.errors import InvalidValueError, UnknownFieldError
 from sparsespec.core.request import DraftTraits
-from sparsespec.spec.base import DraftPolicy
+from sparsespec.spec.base import DraftHead, DraftPolicy
+from sparsespec.spec.eagle3 import Eagle3
 from sparsespec.spec.hierarchy import Hierarchy
 from sparsespec.spec.magicdec import MagicDec
 from sparsespec.spec.ngram import NGram
@@ -25,7 +26,7 @@ Factory = Callable[[SpeculativeConfig, ModelConfig], DraftPolicy]
 
 
 def _hierarchy(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
-    return Hierarchy(config, model, Pillar, NGram)
+    return Hierarchy(config, model, Pillar, {"ngram": NGram, "eagle3": Eagle3}[config.proposer])
 
 
 def _triforce(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
@@ -34,7 +35,7 @@ def _triforce(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
 
 POLICIES: dict[str, Factory] = {
     "none": NoDraft, "pillar": Pillar, "specattn": SpecAttn, "window": Window, "magicdec": MagicDec, "quest": Quest,
-    "oracle": Oracle, "ngram": NGram, "hierarchy": _hierarchy, "triforce": _triforce,
+    "oracle": Oracle, "ngram": NGram, "eagle3": Eagle3, "hierarchy": _hierarchy, "triforce": _triforce,
 }
 
 
@@ -60,6 +61,12 @@ class PolicySet:
         self.model = model
         self._configs = [config]
         self.policies = [make_policy(config, model)]
+        self._head: DraftHead | None = None
+
+    def bind(self, head: DraftHead) -> None:
+        """Give the engine's draft head to its policy, and to those that requests will ask for."""
+        self._head = head
+        self.policies[0].bind(head)
 
     def __getitem__(self, index: int) -> DraftPolicy:
         return self.policies[index]
@@ -71,7 +78,7 @@ class PolicySet:
         """Traits of the policy of a request that asks for these settings over the engine's. Raises InvalidValueError."""
         if not asked:
             return self.policies[0].traits(0)
-        own = self._configs[0]
+        own, asked = self._configs[0], plain_names(asked)
         for key, value in asked.items():
             if key not in PER_REQUEST:
                 known = key in {f.name for f in fields(own)}
@@ -100,9 +107,11 @@ class PolicySet:
             raise InvalidValueError("speculative_config.num_speculative_tokens", config.num_speculative_tokens,
                                     f"more than the engine's {self._configs[0].num_speculative_tokens}",
                                     "Ask for less, or start the engine with more")
-        if not policy.per_request:
-            raise InvalidValueError("speculative_config.method", config.method, "only available as the engine's own policy",
-                                    f"Start the engine with method={config.method!r}")
+        if policy.needs_head:
+            if self._head is None:
+                raise InvalidValueError("speculative_config.method", config.method, "the engine was started without a draft head",
+                                        f"Start it with method={config.method!r} and model=...")
+            policy.bind(self._head)
         self._configs.append(config)
         self.policies.append(policy)
         return len(self.policies) - 1

@@ -2,9 +2,9 @@
 
     from sparsespec.testing import override_drafts, scripted, tiny_qwen3
 
-Tiny random models (`tiny_llama`, `tiny_qwen2`, `tiny_qwen3`), a target that follows a script (`scripted`), drafts of
-one's own (`override_drafts`), single steps (`step`), preemption at will (`force_preemption`), page counts, and NaN in
-all memory that nobody should read (`poison_free_pages`).
+Tiny random models (`tiny_llama`, `tiny_qwen2`, `tiny_qwen3`) and draft heads for them (`tiny_eagle3`), a target that follows
+a script (`scripted`), drafts of one's own (`override_drafts`), single steps (`step`), preemption at will
+(`force_preemption`), page counts, and NaN in all memory that nobody should read (`poison_free_pages`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsespec.testing.doors import (
     step,
 )
 from sparsespec.testing.scripted import Script, ScriptedTarget, Wanted, scripted
-from sparsespec.testing.tiny import tiny_llama, tiny_model, tiny_qwen2, tiny_qwen3
+from sparsespec.testing.tiny import tiny_eagle3, tiny_llama, tiny_model, tiny_qwen2, tiny_qwen3
 
 __all__ = [
     "DraftOverride",
@@ -35,6 +35,7 @@ __all__ = [
     "running_requests",
     "scripted",
     "step",
+    "tiny_eagle3",
     "tiny_llama",
     "tiny_model",
     "tiny_qwen2",

@@ -83,9 +83,54 @@ def _replace(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def _write(path: Path, config: dict[str, Any], seed: int, head_scale: float) -> None:
+def tiny_eagle3(target: Path, seed: int = 0, *, draft_vocab_size: int | None = None, own_embedding: bool = False,
+                **overrides: Any) -> Path:
+    """Directory of a random EAGLE-3 head for the tiny model in `target`, in the public checkpoint format.
+
+    draft_vocab_size: tokens that it knows, spread over the target's vocabulary; None: half of them. own_embedding: it brings
+    embed_tokens instead of using the target's. overrides: further keys of config.json.
+    """
+    shape = json.loads((target / "config.json").read_text())
+    size = draft_vocab_size or shape["vocab_size"] // 2
+    shape |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": size,
+              "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, **overrides}
+    text = json.dumps(shape, indent=1, sort_keys=True)
+    key = hashlib.sha256(f"{target}|{text}|{seed}|{own_embedding}".encode()).hexdigest()[:16]
+    path = _folder() / f"eagle3-{key}"
+    if not (path / "config.json").is_file():
+        path.mkdir(parents=True, exist_ok=True)
+        _save(path, _eagle3_tensors(ModelConfig.from_hf(shape, str(path)), size, seed, own_embedding))
+        _replace(path / "config.json", text.encode())
+    return path
+
+
+def _eagle3_tensors(c: ModelConfig, draft_vocab_size: int, seed: int, own_embedding: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, q_size, kv_size = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes = {"fc": (hidden, 3 * hidden), "norm": (hidden,), "midlayer.hidden_norm": (hidden,),
+              "midlayer.input_layernorm": (hidden,), "midlayer.post_attention_layernorm": (hidden,),
+              "midlayer.self_attn.q_proj": (q_size, 2 * hidden), "midlayer.self_attn.k_proj": (kv_size, 2 * hidden),
+              "midlayer.self_attn.v_proj": (kv_size, 2 * hidden), "midlayer.self_attn.o_proj": (hidden, q_size),
+              "midlayer.mlp.gate_proj": (c.intermediate_size, hidden), "midlayer.mlp.up_proj": (c.intermediate_size, hidden),
+              "midlayer.mlp.down_proj": (hidden, c.intermediate_size), "lm_head": (draft_vocab_size, hidden)}
+    if own_embedding:
+        shapes["embed_tokens"] = (c.vocab_size, hidden)
+    scale = median_scale(draft_vocab_size, hidden)
+    tensors = {f"{name}.weight": _weight(f"{name}.weight", torch.randn(shape, generator=generator), scale, tied=False)
+               for name, shape in shapes.items()}
+    known = torch.randperm(c.vocab_size, generator=generator)[:draft_vocab_size].sort().values
+    tensors["d2t"] = known - torch.arange(draft_vocab_size)
+    tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, known, True)
+    return tensors
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save
 
+    _replace(path / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+
+
+def _write(path: Path, config: dict[str, Any], seed: int, head_scale: float) -> None:
     shape = ModelConfig.from_hf(config, str(path))
     model = model_class(shape.model_type, str(path))(shape, dtype=torch.float32, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +138,7 @@ def _write(path: Path, config: dict[str, Any], seed: int, head_scale: float) -> 
     for name, target in model.weight_targets().items():
         noise = torch.randn(target.shape, generator=generator)
         tensors[name] = _weight(name, noise, head_scale, tied=shape.tie_word_embeddings)
-    _replace(path / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+    _save(path, tensors)
 
 
 def _weight(name: str, noise: Tensor, head_scale: float, *, tied: bool) -> Tensor:
