@@ -62,6 +62,8 @@ class _Tracked:
     stream: OutputStream
     params: SamplingParams
     num_tokens: list[int]
+    reasons: list[str | None]
+    added: asyncio.Future[int] | None = None
     last_token: float | None = None
     expiry: asyncio.TimerHandle | None = None
 
@@ -130,23 +132,16 @@ class AsyncEngine:
         """
         self._check_room(submissions)
         outputs = OutputStream([s.request_id for s in submissions], self._leave, deltas=stream)
-        added = []
         limit = min((t for t in (timeout, self.request_timeout) if t is not None), default=None)
-        for s in submissions:
-            self._track(s, outputs, limit)
-            added.append(self.call(partial(_add, s, stream)))
         try:
-            results = await asyncio.gather(*added, return_exceptions=True)
-        except BaseException:  # the client has gone meanwhile
+            added = [self._add(s, outputs, limit) for s in submissions]
+            await asyncio.wait(added)
+            lengths = [future.result() for future in added]
+        except BaseException:  # refused, or the client has gone meanwhile
             outputs.close()
             raise
-        refused = [r for r in results if isinstance(r, BaseException)]
-        if refused:
-            outputs.close()
-            raise refused[0]
-        for s, length in zip(submissions, results, strict=True):
-            if not isinstance(length, BaseException):
-                self.observer.admitted(length, s.params)
+        for s, length in zip(submissions, lengths, strict=True):
+            self.observer.admitted(length, s.params)
         return outputs
 
     async def abort(self, request_id: str, stop_reason: str | None = None) -> bool:
@@ -191,13 +186,17 @@ class AsyncEngine:
         pace = (time.monotonic() - times[0]) / len(times)
         return max(1, min(_MAX_RETRY_AFTER, math.ceil(pace * self._pending / 10)))
 
-    def _track(self, s: Submission, outputs: OutputStream, limit: float | None) -> None:
-        tracked = _Tracked(outputs, s.params, [0] * s.params.n)
+    def _add(self, s: Submission, outputs: OutputStream, limit: float | None) -> asyncio.Future[int]:
+        """Track a request and hand it to the engine; gives the length of its prompt."""
+        tracked = _Tracked(outputs, s.params, [0] * s.params.n, [None] * s.params.n)
         if limit is not None:
             tracked.expiry = asyncio.get_running_loop().call_later(limit, self._expire, s.request_id)
         self._tracked[s.request_id] = tracked
         self._pending += s.params.n
         self._idle.clear()
+        tracked.added = self.call(partial(_add, s, outputs.deltas))
+        tracked.added.add_done_callback(_retrieve)
+        return tracked.added
 
     def _untrack(self, request_id: str) -> _Tracked | None:
         tracked = self._tracked.pop(request_id, None)
@@ -210,18 +209,17 @@ class AsyncEngine:
         return tracked
 
     def _expire(self, request_id: str) -> None:
-        self._background(self.abort(request_id, TIMEOUT))
+        asyncio.ensure_future(self.abort(request_id, TIMEOUT)).add_done_callback(_retrieve)
 
     def _leave(self, request_ids: list[str]) -> None:
         """The consumer has gone: forget its requests here at once and in the engine before its next step."""
         for request_id in request_ids:
-            if self._untrack(request_id) is not None:
+            tracked = self._untrack(request_id)
+            if tracked is not None:
+                if tracked.added is not None and tracked.added.done() and tracked.added.exception() is None:
+                    self.observer.left(tracked.params.n)
                 with suppress(UnavailableError):
                     self._thread.submit(partial(_abort, request_id))
-
-    def _background(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        task.add_done_callback(lambda t: t.cancelled() or t.exception())
 
     # -- from the engine's thread --------------------------------------------------------------------------------
 
@@ -229,8 +227,9 @@ class AsyncEngine:
         """One wake-up of the event loop for all outputs of a step."""
         self._post(self._deliver, outputs)
 
-    def on_crash(self, lost: list[str], error: BaseException, alive: bool) -> None:
-        self._post(self._crashed, lost, error, alive)
+    def on_crash(self, error: BaseException, alive: bool) -> None:
+        """What the engine had is lost; what it had not been given yet goes to its successor."""
+        self._post(self._crashed, error, alive)
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         if self._loop is not None:
@@ -259,15 +258,15 @@ class AsyncEngine:
         for c in output.outputs:
             gained += len(c.token_ids)
             tracked.num_tokens[c.index] += len(c.token_ids)
+            tracked.reasons[c.index] = c.finish_reason
         if gained and tracked.stream.deltas:
             if tracked.last_token is not None:
                 self.observer.grew(gained, now - tracked.last_token)
             tracked.last_token = now
         if output.finished and output.metrics is not None:
-            reasons = [c.finish_reason for c in output.outputs if c.finish_reason is not None]
-            self.observer.ended(reasons, tracked.num_tokens, output.metrics)
+            self.observer.ended([r or "abort" for r in tracked.reasons], tracked.num_tokens, output.metrics)
 
-    def _crashed(self, lost: list[str], error: BaseException, alive: bool) -> None:
+    def _crashed(self, error: BaseException, alive: bool) -> None:
         reason = f"{type(error).__name__}: {error}"
         if alive:
             self.observer.restarted()
@@ -275,9 +274,9 @@ class AsyncEngine:
         else:
             failure = EngineCrashError("engine", reason, "it failed", "Restart the server")
             self._failure = UnavailableError("engine", reason, "it failed for good", "Restart the server")
-        for request_id in lost if alive else list(self._tracked):
-            tracked = self._untrack(request_id)
-            if tracked is not None:
+        for request_id, tracked in list(self._tracked.items()):
+            if not alive or (tracked.added is not None and tracked.added.done()):
+                self._untrack(request_id)
                 tracked.stream.fail(failure)
 
     async def _watch_thread(self) -> None:
@@ -285,7 +284,7 @@ class AsyncEngine:
         while True:
             await asyncio.sleep(_WATCH_EVERY)
             if not self._thread.alive and self._failure is None:
-                self._crashed([], RuntimeError("the engine's thread ended"), alive=False)
+                self._crashed(RuntimeError("the engine's thread ended"), alive=False)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -306,6 +305,12 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.stop, _STOP_WAIT)
 
 
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Look at a result that nobody may wait for any more, so that asyncio does not complain."""
+    if not future.cancelled():
+        future.exception()
+
+
 def _add(s: Submission, stream: bool, engine: Engine) -> int:
     """Queue a prompt; gives its length in tokens."""
     engine.add_request(s.request_id, s.prompt, s.params, stream=stream, deltas=stream)
@@ -324,7 +329,7 @@ def _error_of(output: RequestOutput, tracked: _Tracked) -> SparseSpecError | Non
         return None
     reason = next((c.stop_reason for c in output.outputs if c.finish_reason == "abort"), None)
     if reason == TIMEOUT:
-        return TimeLimitError("timeout", "reached", "before the first token", "Allow more time, or try when the server is less busy")
+        return TimeLimitError("timeout", "reached", "before the first token", "Allow more time, or try again later")
     if reason == SHUTDOWN:
         return UnavailableError("server", "shutting down", "before the first token", "Send it to another server", 5)
     return None

@@ -35,8 +35,8 @@ class Listener(Protocol):
     def on_outputs(self, outputs: list[RequestOutput]) -> None:
         """Outputs of one step."""
 
-    def on_crash(self, lost: list[str], error: BaseException, alive: bool) -> None:
-        """The engine failed and these requests are lost. alive: it was set up anew and goes on."""
+    def on_crash(self, error: BaseException, alive: bool) -> None:
+        """The engine failed with all it had. alive: it was set up anew and goes on."""
 
 
 class EngineLoop:
@@ -92,10 +92,9 @@ class EngineLoop:
             return False
         except BaseException as error:  # a thread that is told to exit must not leave its requests hanging either
             log.critical("The engine loop failed", exc_info=error)
-            lost = list(self.engine.groups) if self.engine is not None else []
             traceback.clear_frames(error.__traceback__)  # they hold the engine, whose memory its successor needs
             alive = self._restart()
-            self._listener.on_crash(lost, error, alive)
+            self._listener.on_crash(error, alive)
             return alive
 
     def _serve(self) -> None:

@@ -20,6 +20,9 @@ class RequestObserver(Protocol):
     def ended(self, reasons: list[str], num_tokens: list[int], metrics: RequestMetrics) -> None:
         """A request ended: one reason and one count a completion."""
 
+    def left(self, num_completions: int) -> None:
+        """The client of a request went away before its end."""
+
     def restarted(self) -> None:
         """The engine loop failed and was set up anew."""
 
@@ -32,5 +35,7 @@ class Unobserved:
     def grew(self, num_tokens: int, interval: float) -> None: ...
 
     def ended(self, reasons: list[str], num_tokens: list[int], metrics: RequestMetrics) -> None: ...
+
+    def left(self, num_completions: int) -> None: ...
 
     def restarted(self) -> None: ...
