@@ -18,7 +18,7 @@ class ServerConfig:
     host: str = option("0.0.0.0", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one")
     api_key: Sequence[str] | None = option(None, "keys of which requests must bring one; SPARSESPEC_API_KEY adds one", several=True)
-    served_model_name: Sequence[str] | None = option(None, "names that requests call the model by; none: the model's own", several=True)
+    served_model_name: Sequence[str] | None = option(None, "names that requests call the model by; none: its own", several=True)
     chat_template: str | None = option(None, "Jinja chat template, or a file that holds one; none: the model's own")
     reasoning_parser: str | None = option(None, "form of the model's reasoning, to be given apart from the answer",
                                           choices=REASONING_PARSERS)
