@@ -74,14 +74,15 @@ class AsyncEngine:
     max_waiting: completions that may queue beyond those that run at once (max_num_seqs); more are refused with
     OverloadedError. request_timeout: seconds after which a request is ended with what it has; None: no limit.
     make_engine: sets up the engine's successor after a crash; None: the same configuration over the same weights.
+    `observer` may be replaced before `start`.
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 1024, request_timeout: float | None = None,
-                 observer: RequestObserver | None = None, make_engine: Callable[[], Engine] | None = None) -> None:
+                 make_engine: Callable[[], Engine] | None = None) -> None:
         self.config, self.loaded, self.max_model_len = engine.config, engine.loaded, engine.max_model_len
         self.max_pending = engine.config.scheduler.max_num_seqs + max_waiting
         self.request_timeout = request_timeout
-        self.observer = observer or Unobserved()
+        self.observer: RequestObserver = Unobserved()
         self._thread = EngineLoop(engine, make_engine or partial(Engine, engine.config, engine.loaded), self)
         self._tracked: dict[str, _Tracked] = {}
         self._pending = 0  # completions that wait or run

@@ -31,6 +31,10 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 4
           503: "unavailable", 504: "timeout"}
 
 
+class ClientGoneError(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
 class ModelNotFoundError(InvalidValueError):
     """A request for a model that this server does not serve."""
 
@@ -86,6 +90,9 @@ def add_handlers(app: FastAPI) -> None:
         return answer(request, error.status_code, error_body(error.status_code, str(error.detail)),
                       dict(error.headers) if error.headers else None)
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return answer(request, 500, body_of(error))
@@ -93,6 +100,7 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(SparseSpecError, expected)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGoneError, gone)
     app.add_exception_handler(Exception, unexpected)
 
 

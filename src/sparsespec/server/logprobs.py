@@ -55,5 +55,5 @@ def prompt_logprobs(rows: Sequence[LogprobDict | None] | None, tokens: TokenText
     """The prompt's log probabilities as vLLM writes them: token id → logprob, rank, decoded_token."""
     if rows is None:
         return None
-    return [row and {str(i): {"logprob": lp.logprob, "rank": lp.rank, "decoded_token": tokens.of(i)[0]} for i, lp in row.items()}
-            for row in rows]
+    return [None if row is None else {str(i): {"logprob": lp.logprob, "rank": lp.rank, "decoded_token": tokens.of(i)[0]}
+                                      for i, lp in row.items()} for row in rows]

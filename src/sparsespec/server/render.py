@@ -63,18 +63,21 @@ class Renderer:
             raise UnsupportedError("prompt", text, "the server has no tokenizer", "Give token ids")
         return await self._run(lambda: self._encode(text, add_special_tokens))
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included; empty without a tokenizer."""
+        return self._decode(token_ids) if self._decode is not None else ""
+
     async def detokenize(self, token_ids: list[int]) -> str:
-        """Text of token ids, special tokens included. Raises InvalidValueError for ids that are none."""
-        decode = self._decode
-        if decode is None:
+        """`decode` for ids from outside. Raises InvalidValueError for ids that are none, UnsupportedError without a tokenizer."""
+        if self.tokenizer is None:
             raise UnsupportedError("tokens", token_ids, "the server has no tokenizer", "Decode them yourself")
-        size = len(self.tokenizer)  # type: ignore[arg-type]
+        size = len(self.tokenizer)
         if not all(0 <= i < size for i in token_ids):
             raise InvalidValueError("tokens", token_ids, "holds something that is not a token id",
                                     f"Give integers from 0 to {size - 1}")
-        return await self._run(lambda: decode(token_ids))
+        return await self._run(lambda: self.decode(token_ids))
 
-    async def token_strings(self, token_ids: list[int]) -> list[str]:
+    def token_strings(self, token_ids: list[int]) -> list[str]:
         """Each id as the vocabulary writes it."""
         return [str(t) for t in self.tokenizer.convert_ids_to_tokens(token_ids)] if self.tokenizer is not None else []
 

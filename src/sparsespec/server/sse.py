@@ -12,17 +12,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sparsespec.server.encoding import json_bytes
-from sparsespec.server.errors import body_of
+from sparsespec.server.errors import ClientGoneError, body_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection; there is nobody to answer."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
