@@ -36,13 +36,13 @@ VOCAB = 256 + len(SPECIAL)
 
 @cache
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token, so text is anything at all, broken characters included; and a few special tokens."""
+    """Every byte is a token, so text is anything at all, broken characters included; and a few special ones. None ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL[:4]])
     backend.add_tokens([AddedToken(t, normalized=False) for t in SPECIAL[4:]])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE, eos_token="<|end|>",
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE,
                                    clean_up_tokenization_spaces=False)
 
 
@@ -62,8 +62,8 @@ def tiny_loaded() -> LoadedModel:
 def engine_config(**settings: Any) -> EngineConfig:
     """Always drafts, with views small enough for short contexts."""
     spec = {"num_speculative_tokens": 4, "min_budget": 16, "adaptive": False}
-    return EngineConfig.from_kwargs(**{"max_model_len": 512, "max_num_seqs": 32, "kv_cache_tokens": 16384, "speculative_config": spec,
-                                       "device": "cpu", **settings})
+    return EngineConfig.from_kwargs(**{"max_model_len": 512, "max_num_seqs": 32, "kv_cache_tokens": 16384, "device": "cpu",
+                                       "speculative_config": spec, **settings})
 
 
 class Running:
@@ -85,13 +85,20 @@ class Running:
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, **kwargs)
 
+    def engine(self) -> Engine:
+        """The engine, for test doors that are set while it is idle."""
+        async def get() -> Engine:
+            return await self.service.engine.call(lambda e: e)
+
+        return asyncio.run_coroutine_threadsafe(get(), self.loop).result(30)
+
     def stats(self) -> dict[str, Any]:
         found: dict[str, Any] = self.get("/stats").json()
         return found
 
     def wait_idle(self, seconds: float = 2.0) -> dict[str, Any]:
         """Stats once nothing runs or waits and all pages are free; fails after `seconds`."""
-        return self.wait(lambda s: not s["running"] and not s["waiting"] and s["device_pages_free"] == s["device_pages_total"], seconds)
+        return self.wait(lambda s: (s["running"], s["waiting"], s["device_pages_free"]) == (0, 0, s["device_pages_total"]), seconds)
 
     def wait(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 5.0) -> dict[str, Any]:
         """Stats once they meet a condition; fails after `seconds`."""

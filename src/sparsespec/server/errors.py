@@ -110,7 +110,9 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return f"body=...: not JSON ({first.get('ctx', {}).get('error', first['msg'])}). Send a JSON object", None
-    field = ".".join(where) or "body"
+    if not where:
+        return f"body={_shown(first['input'])}: not a JSON object. Send one, as Content-Type: application/json", None
+    field = ".".join(where)
     if first["type"] == "extra_forbidden":
         return f"{field}={_shown(first['input'])}: not a field of this request. Leave it out, or check its spelling", field
     if first["type"] == "missing":
