@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsespec.config.fields import check_choices, check_range, option
+from sparsespec.core.errors import InvalidValueError
 
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "generic")
 TOOL_PARSERS = ("hermes",)
@@ -49,3 +50,6 @@ class ServerConfig:
         check_range("max_body_mib", self.max_body_mib, 0.001, integer=False)
         check_range("max_prompts", self.max_prompts, 1)
         check_range("log_interval", self.log_interval, 0, integer=False)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise InvalidValueError("enable_auto_tool_choice", True, "nothing finds tool calls",
+                                    f"Set tool_call_parser to one of: {', '.join(TOOL_PARSERS)}")

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from sparsespec.config.server import ServerConfig
-from sparsespec.core.errors import InvalidValueError
 from sparsespec.engine.async_engine import AsyncEngine
 from sparsespec.engine.engine import Engine
 from sparsespec.metrics.log_line import LogLine
@@ -37,11 +36,9 @@ def create_app(engine: Engine, config: ServerConfig | None = None, *, make_engin
     """The ASGI application around an engine, which nobody else may use from then on; its loop starts with the app's lifespan.
 
     make_engine: sets up the engine's successor after a crash; None: the same configuration over the same weights.
-    `app.state.service` holds what the endpoints share. Raises InvalidValueError for settings that do not go together.
+    `app.state.service` holds what the endpoints share. Raises InvalidValueError for a chat template that is not readable.
     """
     config = config or ServerConfig()
-    if config.enable_auto_tool_choice and config.tool_call_parser is None:
-        raise InvalidValueError("enable_auto_tool_choice", True, "nothing finds tool calls", "Set tool_call_parser, such as hermes")
     service = _service(engine, config, make_engine)
     app = FastAPI(title="sparsespec", root_path=config.root_path, lifespan=_lifespan, redoc_url=None)
     app.state.service = service

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -107,7 +108,7 @@ def add_handlers(app: FastAPI) -> None:
 def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
     """(message with field, value and remedy, field) of a body that does not fit its model."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = _path(first["loc"][1:], error.body)
     if first["type"] == "json_invalid":
         return f"body=...: not JSON ({first.get('ctx', {}).get('error', first['msg'])}). Send a JSON object", None
     if not where:
@@ -119,6 +120,17 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
         return f"{field}=None: missing. Give {field}", field
     problem = str(first["msg"])
     return f"{field}={_shown(first['input'])}: {problem[:1].lower()}{problem[1:]}. Give {field} as documented", field
+
+
+def _path(loc: Sequence[int | str], value: Any) -> list[str]:
+    """Where in the body a problem is. pydantic also names the alternatives of a union that it tried: these are left out."""
+    where = []
+    for place, part in enumerate(loc):
+        inside = isinstance(value, list) and isinstance(part, int)
+        if inside or (isinstance(value, dict) and (part in value or place == len(loc) - 1)):
+            where.append(str(part))
+            value = value[part] if inside or part in value else None
+    return where
 
 
 def _shown(value: Any) -> str:
