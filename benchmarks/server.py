@@ -21,23 +21,27 @@ import statistics
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 _WARM = 8  # requests before anything is timed
-_PROBE_EVERY = 0.01
+_PROBE_EVERY = 0.05
 
 
-def probe(port: int, stop: Event, times: Any) -> None:
-    """Seconds of one /health after the other on one connection, until told to stop."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+def probe(port: int, stop: Event, pipe: Connection) -> None:
+    """Ask for /health again and again on one connection until told to stop; sends True at the first answer, then all seconds."""
+    connection, times = http.client.HTTPConnection("127.0.0.1", port), list[float]()
     while not stop.is_set():
         start = time.perf_counter()
         connection.request("GET", "/health")
         connection.getresponse().read()
         times.append(time.perf_counter() - start)
+        if len(times) == 1:
+            pipe.send(True)
         time.sleep(_PROBE_EVERY)
+    pipe.send(times)
 
 
 async def stream(port: int, body: dict[str, Any]) -> bytes:
@@ -97,18 +101,17 @@ class Bench:
         async def every() -> list[bytes]:
             return await asyncio.gather(*(stream(self.port, body) for body in bodies))
 
-        with mp.get_context("spawn").Manager() as manager:
-            times, stop = manager.list(), manager.Event()
-            prober = mp.get_context("spawn").Process(target=probe, args=(self.port, stop, times))
-            prober.start()
-            while not len(times):
-                time.sleep(0.01)
-            start = time.perf_counter()
-            answers = asyncio.run(every())
-            seconds = time.perf_counter() - start
-            stop.set()
-            prober.join()
-            health = list(times)
+        context = mp.get_context("spawn")
+        stop, (mine, its) = context.Event(), context.Pipe()
+        prober = context.Process(target=probe, args=(self.port, stop, its))
+        prober.start()
+        mine.recv()
+        start = time.perf_counter()
+        answers = asyncio.run(every())
+        seconds = time.perf_counter() - start
+        stop.set()
+        health = mine.recv()
+        prober.join()
         texts, tokens = zip(*map(text_of, answers), strict=True)
         if set(tokens) != {self.args.max_tokens}:
             raise RuntimeError(f"streams of {set(tokens)} tokens, not {self.args.max_tokens}")
