@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from serving import Running, byte_tokenizer, events, offline, serving, tiny_loaded
 from sparsespec import SamplingParams
 from sparsespec.config import ServerConfig
+from sparsespec.core.errors import InvalidValueError
+from sparsespec.server.defaults import sampling_defaults
 
 PROMPTS = ["The three states of water are", "def f(x):", "é 你好"]
 
@@ -137,8 +141,6 @@ def test_metrics(server: Running) -> None:
 
 
 def test_no_tokenizer() -> None:
-    from dataclasses import replace
-
     with serving(replace(tiny_loaded(), tokenizer=None)) as server:
         r = server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "return_token_ids": True,
                                             "logprobs": 1}).json()["choices"][0]
@@ -147,3 +149,19 @@ def test_no_tokenizer() -> None:
         for path, body in (("/v1/completions", {"prompt": "abc"}), ("/v1/chat/completions", {"messages": [
                 {"role": "user", "content": "x"}]}), ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
             assert server.post(path, body).status_code == 400
+
+
+def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
+    """Those of generation_config.json count where a request says nothing."""
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "top_k": 3, "do_sample": false, "eos_token_id": 1}')
+    assert sampling_defaults(str(tmp_path), "any") == sampling_defaults("auto", str(tmp_path)) == {"temperature": 0.0, "top_k": 3}
+    assert sampling_defaults("none", str(tmp_path)) == sampling_defaults("auto", "no such model") == {}
+    greedy = offline().generate("abc", SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0].text
+    with serving(config=ServerConfig(generation_config=str(tmp_path))) as server:
+        assert server.post("/v1/completions", {"prompt": "abc"}).json()["choices"][0]["text"] == greedy
+        assert server.post("/v1/completions", {"prompt": "abc", "temperature": 9, "top_k": 0, "seed": 1}).json()[
+            "choices"][0]["text"] != greedy
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    for source in (str(tmp_path), str(tmp_path / "nothing")):
+        with pytest.raises(InvalidValueError, match="generation_config"):
+            sampling_defaults(source, "any")

@@ -21,6 +21,8 @@ class ServerConfig:
     api_key: Sequence[str] | None = option(None, "keys of which requests must bring one; SPARSESPEC_API_KEY adds one", several=True)
     served_model_name: Sequence[str] | None = option(None, "names that requests call the model by; none: its own", several=True)
     chat_template: str | None = option(None, "Jinja chat template, or a file that holds one; none: the model's own")
+    generation_config: str = option("auto", "sampling defaults: auto, the model's generation_config.json; none, OpenAI's; or a "
+                                    "directory that holds one")
     reasoning_parser: str | None = option(None, "form of the model's reasoning, to be given apart from the answer",
                                           choices=REASONING_PARSERS)
     tool_call_parser: str | None = option(None, "form of the model's tool calls", choices=TOOL_PARSERS)

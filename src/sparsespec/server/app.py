@@ -20,6 +20,7 @@ from sparsespec.engine.async_engine import AsyncEngine
 from sparsespec.engine.engine import Engine
 from sparsespec.metrics.log_line import LogLine
 from sparsespec.metrics.prometheus import ServerMetrics
+from sparsespec.server.defaults import sampling_defaults
 from sparsespec.server.errors import add_handlers
 from sparsespec.server.guard import LimitBody, RequireKey
 from sparsespec.server.render import Renderer
@@ -36,7 +37,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None, *, make_engin
     """The ASGI application around an engine, which nobody else may use from then on; its loop starts with the app's lifespan.
 
     make_engine: sets up the engine's successor after a crash; None: the same configuration over the same weights.
-    `app.state.service` holds what the endpoints share. Raises InvalidValueError for a chat template that is not readable.
+    `app.state.service` holds what the endpoints share. Raises InvalidValueError for files that are named but not usable.
     """
     config = config or ServerConfig()
     service = _service(engine, config, make_engine)
@@ -60,7 +61,8 @@ def _service(engine: Engine, config: ServerConfig, make_engine: Callable[[], Eng
     metrics = ServerMetrics(front.stats, names[0])
     front.observer = metrics
     renderer = Renderer(engine.loaded.tokenizer, engine.max_model_len, config.chat_template)
-    return Service(front, config, renderer, TokenText(engine.loaded.tokenizer), metrics, names)
+    return Service(front, config, renderer, TokenText(engine.loaded.tokenizer), metrics, names,
+                   sampling_defaults(config.generation_config, engine.loaded.name))
 
 
 def _short(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sparsespec.core.errors import InvalidValueError, UnsupportedError
@@ -15,9 +16,9 @@ _MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024}
 _MAX_STOP_CHARS = 4096
 
 
-def chat_params(body: ChatCompletionRequest) -> SamplingParams:
-    """SamplingParams of a chat request. Raises InvalidValueError, UnsupportedError."""
-    values = _common(body)
+def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
+    """SamplingParams of a chat request. defaults: for what it leaves open. Raises InvalidValueError, UnsupportedError."""
+    values = defaults | _common(body)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidValueError("max_tokens", body.max_tokens, f"max_completion_tokens={body.max_completion_tokens} says otherwise",
                                 "Give one of them")
@@ -34,9 +35,9 @@ def chat_params(body: ChatCompletionRequest) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def completion_params(body: CompletionRequest) -> SamplingParams:
-    """SamplingParams of a text completion. Raises InvalidValueError, UnsupportedError."""
-    values = _common(body)
+def completion_params(body: CompletionRequest, defaults: dict[str, Any]) -> SamplingParams:
+    """SamplingParams of a text completion. defaults: for what it leaves open. Raises InvalidValueError, UnsupportedError."""
+    values = defaults | _common(body)
     if body.max_tokens is not None:
         values["max_tokens"] = body.max_tokens
     if body.logprobs is not None:
@@ -48,6 +49,21 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     if body.echo and body.logprobs is not None and values.get("prompt_logprobs") is None:
         values["prompt_logprobs"] = body.logprobs
     return SamplingParams(**values)
+
+
+def with_reasoning(params: SamplingParams, end_str: str | None, budget: int | None, parsed: bool) -> SamplingParams:
+    """What the engine is to know of the reasoning: where it ends, so that structure is asked of the answer alone.
+
+    end_str: the text that ends it, None where the output holds none. budget: tokens after which it is ended. parsed: the
+    server knows the model's form of reasoning.
+    """
+    if budget is not None and not parsed:
+        raise UnsupportedError("thinking_token_budget", budget, "the server does not know the model's form of reasoning",
+                               "Start it with --reasoning-parser")
+    if end_str is None or (budget is None and params.structured_outputs is None):
+        return params
+    changes: dict[str, Any] = {"reasoning_end_str": end_str, "thinking_token_budget": budget}
+    return replace(params, **changes)
 
 
 def _common(body: GenerationBody) -> dict[str, Any]:

@@ -29,7 +29,9 @@ KINDS = ("chatcmpl-", "cmpl-")  # how the ids of responses begin
 
 @dataclass
 class Service:
-    """names: what requests may call the model; the first is what responses call it. active: response id → the engine's ids."""
+    """names: what requests may call the model; the first is what responses call it. defaults: of SamplingParams, for what
+    requests leave open. active: response id → the engine's ids.
+    """
 
     engine: AsyncEngine
     config: ServerConfig
@@ -37,6 +39,7 @@ class Service:
     token_text: TokenText
     metrics: ServerMetrics
     names: list[str]
+    defaults: dict[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     active: dict[str, list[str]] = field(default_factory=dict)
 

@@ -47,6 +47,7 @@ class Message(BaseModel):
 
 class ChatCompletionRequest(GenerationBody):
     """max_tokens and max_completion_tokens mean the same; None: to the model's limit. include_reasoning: give it in the answer.
+    thinking_token_budget: tokens of reasoning after which it is ended.
 
     continue_final_message: the answer goes on with the last message instead of beginning a new one.
     """
@@ -65,6 +66,7 @@ class ChatCompletionRequest(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: StrictBool | None = None
+    thinking_token_budget: StrictInt | None = None
     reasoning_effort: str | None = None
 
 

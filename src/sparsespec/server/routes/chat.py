@@ -12,7 +12,7 @@ from sparsespec.core.errors import UnsupportedError
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.server.chat_answer import ChatAnswer
 from sparsespec.server.encoding import json_bytes
-from sparsespec.server.params import chat_params
+from sparsespec.server.params import chat_params, with_reasoning
 from sparsespec.server.parsing import Parsing
 from sparsespec.server.protocol.chat import ChatCompletionRequest, ChatCompletionResponse
 from sparsespec.server.render import Prompt
@@ -27,7 +27,7 @@ router = APIRouter()
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, service: Served) -> Response:
     """Answer a conversation; streamed as server-sent events where `stream` is true."""
     service.check_model(body.model)
-    params = chat_params(body)
+    params = chat_params(body, service.defaults)
     _refuse(body)
     response_id = service.response_id("chatcmpl-", request, body.request_id)
     headers = {"x-request-id": response_id}
@@ -45,7 +45,8 @@ def _refuse(body: ChatCompletionRequest) -> None:
         raise UnsupportedError("prompt_logprobs", body.prompt_logprobs, "not available in a stream", "Set stream to false")
 
 
-async def _prepare(service: Service, body: ChatCompletionRequest, response_id: str) -> tuple[Prompt, ChatAnswer]:
+async def _prepare(service: Service, body: ChatCompletionRequest, params: SamplingParams,
+                   response_id: str) -> tuple[Prompt, SamplingParams, ChatAnswer]:
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -54,11 +55,12 @@ async def _prepare(service: Service, body: ChatCompletionRequest, response_id: s
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message), template_kwargs=kwargs)
     parsing = Parsing(service.config, body, prompt, service.renderer.tokenizer)
-    return prompt, ChatAnswer(service, body, response_id, parsing)
+    params = with_reasoning(params, parsing.end_str, body.thinking_token_budget, service.config.reasoning_parser is not None)
+    return prompt, params, ChatAnswer(service, body, response_id, parsing)
 
 
 async def _full(service: Service, body: ChatCompletionRequest, params: SamplingParams, response_id: str) -> dict[str, Any]:
-    prompt, answer = await _prepare(service, body, response_id)
+    prompt, params, answer = await _prepare(service, body, params, response_id)
     async with service.open(response_id, [prompt], params, stream=False, timeout=body.timeout) as outputs:
         final = [output async for batch in outputs for output in batch]
     return answer.full(final[-1])
@@ -66,7 +68,7 @@ async def _full(service: Service, body: ChatCompletionRequest, params: SamplingP
 
 async def _stream(service: Service, body: ChatCompletionRequest, params: SamplingParams,
                   response_id: str) -> AsyncGenerator[bytes, None]:
-    prompt, answer = await _prepare(service, body, response_id)
+    prompt, params, answer = await _prepare(service, body, params, response_id)
     async with service.open(response_id, [prompt], params, stream=True, timeout=body.timeout) as outputs:
         async for batch in outputs:
             if events := answer.events(batch):

@@ -25,7 +25,7 @@ router = APIRouter()
 async def create_completion(body: CompletionRequest, request: Request, service: Served) -> Response:
     """Continue one prompt or several; streamed as server-sent events where `stream` is true."""
     service.check_model(body.model)
-    params = completion_params(body)
+    params = completion_params(body, service.defaults)
     if body.stream and params.prompt_logprobs is not None:
         raise UnsupportedError("prompt_logprobs", params.prompt_logprobs, "not available in a stream (nor is echo with logprobs)",
                                "Set stream to false")
