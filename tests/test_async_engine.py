@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +15,6 @@ from serving import engine_config, offline, tiny_loaded
 from sparsespec import SamplingParams
 from sparsespec.core.errors import ContextLengthError, InvalidValueError, OverloadedError, UnavailableError
 from sparsespec.core.outputs import CompletionOutput, RequestOutput
-from sparsespec.core.plan import StepPlan
 from sparsespec.engine.async_engine import AsyncEngine, Submission
 from sparsespec.engine.engine import Engine
 from sparsespec.engine.streams import OutputStream
@@ -159,12 +159,10 @@ def test_commands_that_fail_are_their_callers_business() -> None:
 def test_rows_by_phase() -> None:
     rows = PhaseRows()
 
-    def plan(*items: tuple[int, int, bool, bool]) -> StepPlan:
-        """items: (rows, drafted, sparse, emit)."""
-        counts, drafted, sparse, emit = (np.array(column) for column in zip(*items, strict=True))
-        zeros = np.zeros(len(items), np.int32)
-        extra = {"proposed": zeros} if "proposed" in StepPlan.__dataclass_fields__ else {}
-        return StepPlan(slots=zeros, starts=zeros, rows=counts, drafted=drafted, sparse=sparse, emit=emit, collect=emit, **extra)
+    def plan(*items: tuple[int, int, bool, bool]) -> Any:
+        """What is counted of a plan. items: (rows, drafted, sparse, emit)."""
+        names = ("rows", "drafted", "sparse", "emit")
+        return SimpleNamespace(**{name: np.array(column) for name, column in zip(names, zip(*items, strict=True), strict=True)})
 
     rows.count(plan((1, 2, True, False), (1, 0, True, False), (5, 4, False, True), (1, 0, False, True), (32, 0, False, False),
                     (7, 0, False, True)))

@@ -28,7 +28,8 @@ class UsageCounter:
         for c in output.outputs:
             self._tokens += len(c.token_ids)
             if self._count_reasoning is not None:
-                self._ids.setdefault((output.request_id, c.index), []).extend(c.token_ids)
+                by_token = c.finish_reason == "stop" and not isinstance(c.stop_reason, str)  # the last one is no text
+                self._ids.setdefault((output.request_id, c.index), []).extend(c.token_ids[:-1] if by_token else c.token_ids)
 
     def usage(self) -> dict[str, Any]:
         """`usage` so far."""
