@@ -19,6 +19,7 @@ from sparsespec.server.service import Service
 
 log = logging.getLogger(__name__)
 
+_KEEP_ALIVE = 75  # seconds of an idle connection: longer than clients and proxies keep one, so that it is they who close it
 _WRITE_REST = 5  # seconds that clients have to read the end of aborted responses
 
 
@@ -41,7 +42,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> DrainingServer:
     settings = uvicorn.Config(
         app, host=config.host, port=config.port, log_config=None, log_level=config.uvicorn_log_level,
         access_log=not config.disable_uvicorn_access_log, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile,
-        timeout_graceful_shutdown=int(config.drain_timeout) + _WRITE_REST, ws="none")
+        timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=int(config.drain_timeout) + _WRITE_REST, ws="none")
     return DrainingServer(settings, app.state.service)
 
 
