@@ -10,7 +10,7 @@ import pytest
 
 from serving import SPECIAL, Running, byte_tokenizer, events, offline, serving
 from sparsespec import SamplingParams
-from sparsespec.server.parsing import NamedCall, RequiredCalls
+from sparsespec.server.parsing import ChoiceParser, NamedCall, RequiredCalls
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
 PROMPT = "<|system|>Be brief.\n<|user|>Why is the sky blue?\n<|assistant|>"
@@ -184,3 +184,6 @@ def test_forced_calls_are_the_same_for_any_split() -> None:
         content, found = required.feed(calls[cut:], finished=True)
         assert (content, [(c.index, c.name, c.arguments) for c in found]) == ("", [(0, "add", '{"a": 1}'), (1, "sub", "{}")])
     assert RequiredCalls().feed('[{"name": "add"', finished=True) == ('[{"name": "add"', [])
+    for one_call, count in ((False, 2), (True, 1)):
+        piece = ChoiceParser(None, RequiredCalls(), one_call).feed(calls, finished=True)
+        assert [c.name for c in piece.calls] == ["add", "sub"][:count]

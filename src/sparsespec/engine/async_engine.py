@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class AsyncEngine:
         self._thread = EngineLoop(engine, make_engine or partial(Engine, engine.config, engine.loaded), self)
         self._tracked: dict[str, _Tracked] = {}
         self._pending = 0  # completions that wait or run
-        self._finish_times: list[float] = []
+        self._finish_times: deque[float] = deque(maxlen=64)
         self._draining = False
         self._failure: ServiceError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -248,7 +249,7 @@ class AsyncEngine:
                 tracked.stream.put(output)
                 continue
             self._untrack(output.request_id)
-            self._finish_times = [*self._finish_times[-63:], now]
+            self._finish_times.append(now)
             if (error := _error_of(output, tracked)) is not None:
                 tracked.stream.fail(error)
             else:

@@ -23,7 +23,7 @@ def chat_params(body: ChatCompletionRequest, defaults: dict[str, Any]) -> Sampli
         raise InvalidValueError("max_tokens", body.max_tokens, f"max_completion_tokens={body.max_completion_tokens} says otherwise",
                                 "Give one of them")
     values["max_tokens"] = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidValueError("top_logprobs", body.top_logprobs, "given without logprobs", "Set logprobs to true")
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0

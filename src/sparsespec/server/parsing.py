@@ -99,10 +99,10 @@ class Piece:
 
 
 class ChoiceParser:
-    """Splits one choice's text. Without parsers all of it is content."""
+    """Splits one choice's text. Without parsers all of it is content. one_call: calls after the first are left out."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
-        self.reasoning, self.tools = reasoning, tools
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, one_call: bool = False) -> None:
+        self.reasoning, self.tools, self.one_call = reasoning, tools, one_call
         self.num_calls = 0
 
     def feed(self, text: str, finished: bool) -> Piece:
@@ -110,9 +110,10 @@ class ChoiceParser:
         reasoning, content = self.reasoning.feed(text, finished) if self.reasoning is not None else ("", text)
         if self.tools is None:
             return Piece(reasoning, content)
-        content, calls = self.tools.feed(content, finished)
+        content, found = self.tools.feed(content, finished)
+        calls = [c for c in found if not (self.one_call and c.index)]
         self.num_calls = max([self.num_calls, *(c.index + 1 for c in calls)])
-        return Piece(reasoning, content, list(calls))
+        return Piece(reasoning, content, calls)
 
 
 class Parsing:
@@ -126,6 +127,7 @@ class Parsing:
     def __init__(self, config: ServerConfig, body: ChatCompletionRequest, prompt: Prompt, tokenizer: Any) -> None:
         self._reasoning = _reasoning_factory(config, str(prompt["prompt"]), tokenizer)
         self._tools = _tool_factory(config, body)
+        self._one_call = body.parallel_tool_calls is False
         self.calls_end = "stop" if isinstance(body.tool_choice, NamedTool) else "tool_calls"
         self.count_reasoning: Callable[[Sequence[int]], int] | None = None
         self.end_str: str | None = None
@@ -138,7 +140,7 @@ class Parsing:
     def choice(self) -> ChoiceParser:
         """A parser for one choice."""
         return ChoiceParser(self._reasoning() if self._reasoning is not None else None,
-                            self._tools() if self._tools is not None else None)
+                            self._tools() if self._tools is not None else None, self._one_call)
 
 
 def _reasoning_factory(config: ServerConfig, prompt: str, tokenizer: Any) -> Callable[[], Any] | None:

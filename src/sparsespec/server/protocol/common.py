@@ -108,7 +108,7 @@ class GenerationBody(Body):
 
     request_id: the caller's own id, for /abort_request. timeout: seconds, not above the server's own limit.
     return_token_ids: prompt_token_ids and each choice's token_ids. return_speculation: this request's draft counts.
-    user, metadata, store, service_tier: accepted, of no effect.
+    user, metadata, store, service_tier, prompt_cache_key, safety_identifier: accepted, of no effect.
     """
 
     model: str | None = None
@@ -151,6 +151,8 @@ class GenerationBody(Body):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
 
 # Fields that go to SamplingParams under their own names.
