@@ -97,7 +97,7 @@ def test_a_client_of_the_stream_meets_an_exception() -> None:
         stream = server.client().completions.create(model=server.service.names[0], prompt="x", max_tokens=480, stream=True)
         next(stream)
         crash(server)
-        with pytest.raises(openai.APIError, match="set up anew"):
+        with pytest.raises(openai.APIError, match="is set up anew"):
             list(stream)
 
 

@@ -272,7 +272,7 @@ class AsyncEngine:
         reason = f"{type(error).__name__}: {error}"
         if alive:
             self.observer.restarted()
-            failure: ServiceError = EngineCrashError("engine", reason, "it failed and was set up anew", "Send the request again")
+            failure: ServiceError = EngineCrashError("engine", reason, "it failed and is set up anew", "Send the request again")
         else:
             failure = EngineCrashError("engine", reason, "it failed", "Restart the server")
             self._failure = UnavailableError("engine", reason, "it failed for good", "Restart the server")

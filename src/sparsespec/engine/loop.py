@@ -36,7 +36,7 @@ class Listener(Protocol):
         """Outputs of one step."""
 
     def on_crash(self, error: BaseException, alive: bool) -> None:
-        """The engine failed with all it had. alive: it was set up anew and goes on."""
+        """The engine failed with all it had. alive: it is set up anew; False may follow if that fails too."""
 
 
 class EngineLoop:
@@ -93,9 +93,9 @@ class EngineLoop:
         except BaseException as error:  # a thread that is told to exit must not leave its requests hanging either
             log.critical("The engine loop failed", exc_info=error)
             traceback.clear_frames(error.__traceback__)  # they hold the engine, whose memory its successor needs
-            alive = self._restart()
+            alive = self.restarts < _RESTARTS
             self._listener.on_crash(error, alive)
-            return alive
+            return alive and self._restart()
 
     def _serve(self) -> None:
         engine = self.engine
@@ -147,14 +147,13 @@ class EngineLoop:
             self.stats, self._stats_at = engine.stats(), t
 
     def _restart(self) -> bool:
-        if self.restarts >= _RESTARTS:
-            return False
         self.engine = None  # before its successor takes as much memory
         gc.collect()
         try:
             self.engine = self._make_engine()
         except BaseException as error:
             log.critical("The engine could not be set up anew", exc_info=error)
+            self._listener.on_crash(error, False)
             return False
         self.restarts += 1
         return True
