@@ -17,7 +17,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
 	$(if $(HAS_TORCH)$(HAS_GPU),,$(BIN)/pip install '$(TORCH)')
-	$(BIN)/pip install -e '.[dev,bench]'
+	$(BIN)/pip install -e '.[dev,bench,server]'
 	touch $@
 
 run: setup

@@ -72,7 +72,7 @@ _NUMBERS = {int: "an integer", float: "a number"}
 
 
 def _add_field(group: argparse._ArgumentGroup, option: str, dest: str, *, hint: Any, help_text: str, default: Any,
-               choices: Iterable[str] | None = None) -> None:
+               choices: Iterable[str] | None = None, several: bool = False) -> None:
     """One flag for one dataclass field. The default is suppressed: only what the user gave reaches the engine."""
     kinds = [t for t in (get_args(hint) or (hint,)) if t is not type(None)]
     shown = default if isinstance(default, str) else "none" if default is None else json.dumps(default)
@@ -88,6 +88,8 @@ def _add_field(group: argparse._ArgumentGroup, option: str, dest: str, *, hint: 
     elif kinds and kinds[0] in _NUMBERS:
         convert = _number(kinds[0], _NUMBERS[kinds[0]], optional)
         group.add_argument(option, type=convert, metavar="N" if kinds[0] is int else "X", **common)
+    elif several:
+        group.add_argument(option, action="extend", nargs="+", metavar="TEXT", **common)
     elif list[str] in kinds:
         group.add_argument(option, action="append", metavar="TEXT", **common)
     elif list[int] in kinds:
@@ -112,7 +114,7 @@ def add_dataclass_flags(group: argparse._ArgumentGroup, cls: type, prefix: str =
         if f.metadata.get("cli", True):
             option = f"--{prefix}{f.name}".replace("_", "-")
             _add_field(group, option, dest_prefix + f.name, hint=hints[f.name], help_text=f.metadata["help"],
-                       default=f.default, choices=f.metadata.get("choices"))
+                       default=f.default, choices=f.metadata.get("choices"), several=f.metadata.get("several", False))
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

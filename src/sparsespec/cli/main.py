@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from sparsespec.cli import bench, chat, env, generate, plan
+from sparsespec.cli import bench, chat, env, generate, plan, serve
 from sparsespec.core.errors import SparseSpecError
 
 Command = Callable[[argparse.Namespace], int]
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparsespec", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (generate, chat, bench, plan, env):
+    for module in (generate, chat, serve, bench, plan, env):
         module.register(commands)
     return parser
 

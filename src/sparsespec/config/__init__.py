@@ -9,7 +9,8 @@ from sparsespec.config.engine import (
     SchedulerConfig,
 )
 from sparsespec.config.model import ModelConfig
+from sparsespec.config.server import ServerConfig
 from sparsespec.config.speculative import SpeculativeConfig
 
 __all__ = ["CacheConfig", "EngineConfig", "LoadConfig", "ModelConfig", "ParallelConfig", "RunnerConfig",
-           "SchedulerConfig", "SpeculativeConfig"]
+           "SchedulerConfig", "ServerConfig", "SpeculativeConfig"]

@@ -10,9 +10,12 @@ from sparsespec.core.errors import InvalidValueError, UnknownFieldError
 T = TypeVar("T")
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, cli: bool = True) -> Any:
-    """A dataclass field with its one-line documentation; the CLI flag and its help come from it."""
-    metadata = {"help": help, "choices": choices, "cli": cli}
+def option(default: Any, help: str, *, choices: tuple[str, ...] | None = None, cli: bool = True, several: bool = False) -> Any:
+    """A dataclass field with its one-line documentation; the CLI flag and its help come from it.
+
+    choices: the values it may have besides None where that is the default. several: one flag takes a list of values.
+    """
+    metadata = {"help": help, "choices": choices, "cli": cli, "several": several}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -32,7 +35,7 @@ def check_choices(config: Any, where: str = "") -> None:
     for f in dataclasses.fields(config):
         choices = f.metadata.get("choices")
         value = getattr(config, f.name)
-        if choices and value not in choices:
+        if choices and value not in choices and not (value is None and f.default is None):
             raise InvalidValueError(where + f.name, value, "not one of the choices", f"Choose from: {', '.join(choices)}")
 
 

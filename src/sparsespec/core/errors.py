@@ -62,6 +62,33 @@ class NumericalError(SparseSpecError):
         return type(self), (self.request_id, self.position)
 
 
+class ServiceError(SparseSpecError):
+    """A valid request that can't be served now. `retry_after`: seconds after which to try again, None where that is no help."""
+
+    def __init__(self, field: str, value: Any, problem: str, remedy: str, retry_after: int | None = None) -> None:
+        self.field, self.value, self.problem, self.remedy, self.retry_after = field, value, problem, remedy, retry_after
+        super().__init__(f"{field}={value!r}: {problem}. {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.value, self.problem, self.remedy, self.retry_after)
+
+
+class OverloadedError(ServiceError):
+    """The queue is full."""
+
+
+class UnavailableError(ServiceError):
+    """The engine takes no requests: it shuts down, or it failed for good."""
+
+
+class EngineCrashError(ServiceError):
+    """The engine loop failed while it served the request."""
+
+
+class TimeLimitError(ServiceError):
+    """The request's time was over before it had its first token."""
+
+
 class BatchError(SparseSpecError):
     """Some requests of a call failed; the others finished.
 

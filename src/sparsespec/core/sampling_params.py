@@ -13,11 +13,16 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 _GREEDY_BELOW = 1e-5  # vLLM's threshold: a smaller temperature means greedy
 
+_MAX_TEMPERATURE, _MAX_REPETITION = 1e4, 1e4  # beyond these logits leave what float32 can hold
+
 
 def _real(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidValueError(name, value, "not a finite number", f"Give {name} as a number")
-    return float(value)
+    try:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer beyond all floats
+        pass
+    raise InvalidValueError(name, value, "not a finite number", f"Give {name} as a number")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:
@@ -113,6 +118,8 @@ class SamplingParams:
         self.temperature = _real("temperature", self.temperature)
         if self.temperature < 0:
             raise InvalidValueError("temperature", self.temperature, "negative", "Give 0 for greedy, or a positive value")
+        if self.temperature > _MAX_TEMPERATURE:
+            raise InvalidValueError("temperature", self.temperature, f"above {_MAX_TEMPERATURE:g}", "Give a smaller value")
         self.top_p = _real("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise InvalidValueError("top_p", self.top_p, "outside (0, 1]", "Give 1.0 to keep all tokens")
@@ -130,8 +137,9 @@ class SamplingParams:
             if not -2 <= value <= 2:
                 raise InvalidValueError(name, value, "outside [-2, 2]", "Give 0.0 to switch it off")
         self.repetition_penalty = _real("repetition_penalty", self.repetition_penalty)
-        if self.repetition_penalty <= 0:
-            raise InvalidValueError("repetition_penalty", self.repetition_penalty, "not positive", "Give 1.0 to switch it off")
+        if not 1 / _MAX_REPETITION <= self.repetition_penalty <= _MAX_REPETITION:
+            raise InvalidValueError("repetition_penalty", self.repetition_penalty,
+                                    f"outside [{1 / _MAX_REPETITION:g}, {_MAX_REPETITION:g}]", "Give 1.0 to switch it off")
 
     def _check_stop(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])

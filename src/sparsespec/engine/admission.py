@@ -65,6 +65,8 @@ class Admission:
         if params.bad_words and self.tokenizer is None:
             raise UnsupportedError("bad_words", params.bad_words, "bad words need a tokenizer", "Use logit_bias")
         limits = self.limits
+        if params.min_tokens > limits.max_model_len:
+            raise ContextLengthError("min_tokens", params.min_tokens, f"more than max_model_len={limits.max_model_len}", "Lower it")
         if len(ids) >= limits.max_model_len:
             raise ContextLengthError("prompt", f"{len(ids)} tokens", f"longer than max_model_len={limits.max_model_len} less one",
                                      "Shorten the prompt or raise max_model_len")
@@ -79,7 +81,7 @@ class Admission:
         requests = []
         for index in range(params.n):
             self._count += 1
-            seed = request_seed(self.seed, self._count) if params.seed is None else params.seed + index
+            seed = request_seed(self.seed, self._count) if params.seed is None else _int64(params.seed + index)
             name = request_id if params.n == 1 else f"{request_id}#{index}"
             requests.append(Request(name, ids, params, seed, params.seed is not None, limit, stop, self.eos, bad_words,
                                     constraint, traits=traits))
@@ -94,3 +96,8 @@ class Admission:
                 if ids and ids not in out:
                     out.append(list(ids))
         return out
+
+
+def _int64(value: int) -> int:
+    """Two's complement: the seeds after the largest one are the smallest ones."""
+    return (value + 2**63) % 2**64 - 2**63

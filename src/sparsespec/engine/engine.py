@@ -29,6 +29,7 @@ from sparsespec.kv.table import PageTable
 from sparsespec.loader import load_model
 from sparsespec.loader.eagle3 import load_eagle3
 from sparsespec.loader.loaded import LoadedModel
+from sparsespec.metrics.rows import PhaseRows
 from sparsespec.metrics.stats import collect_stats
 from sparsespec.runner.calibrate import measure_costs
 from sparsespec.runner.model_runner import ModelRunner
@@ -66,9 +67,12 @@ class Engine:
         self.groups: dict[str, Group] = {}
         self._owners: dict[Request, tuple[Group, Completion]] = {}
         self.seconds = {"schedule": 0.0, "execute": 0.0, "commit": 0.0}
+        self.rows = PhaseRows()
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False) -> None:
-        """Queue a prompt. With `stream` every step that adds to it gives an output, else only its end does.
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False,
+                    deltas: bool = False) -> None:
+        """Queue a prompt. With `stream` every step that adds to it gives an output, else only its end does. With `deltas`
+        outputs hold what is new since the last one instead of all so far.
 
         Raises a SparseSpecError that names what is wrong; then nothing was queued.
         """
@@ -79,7 +83,8 @@ class Engine:
         text, ids = self.admission.tokenize(prompt)
         traits = self.policies.traits(params.speculative_config)
         requests = self.admission.build(request_id, ids, params, traits)
-        group = Group(request_id, text, ids, stream, self.config.speculative.synthetic_acceptance is None)
+        group = Group(request_id, text, ids, stream, self.config.speculative.synthetic_acceptance is None,
+                      deltas=deltas)
         for index, request in enumerate(requests):
             request.metrics.arrival_time = time.monotonic()
             completion = Completion(request, index, self.loaded.tokenizer)
@@ -107,6 +112,7 @@ class Engine:
                 request.metrics.first_scheduled_time = time.monotonic()
         self.scheduler.admitted.clear()
         self.controller.prepare(plan)
+        self.rows.count(plan)
         t1 = time.perf_counter()
         result = self.runner.execute(plan)
         t2 = time.perf_counter()
@@ -165,7 +171,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, a plain dict: see metrics/stats.py."""
-        return collect_stats(self.scheduler, self.runner, self.pages, self.seconds, self.controller.draft_length())
+        return {**collect_stats(self.scheduler, self.runner, self.pages, self.seconds, self.controller.draft_length()),
+                **self.rows.stats()}
 
     def _outputs(self, commits: Sequence[Commit], result: StepResult) -> list[RequestOutput]:
         touched: dict[str, Group] = {}

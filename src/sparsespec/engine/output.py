@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparsespec.core.errors import SparseSpecError
-from sparsespec.core.outputs import CompletionOutput, LogprobDict, RequestOutput
+from sparsespec.core.outputs import CompletionOutput, LogprobDict, RequestMetrics, RequestOutput
 from sparsespec.core.request import Request
 from sparsespec.engine.detokenizer import IncrementalDetokenizer
 from sparsespec.engine.stop import StopChecker
@@ -25,6 +25,7 @@ class Completion:
         self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, p.skip_special_tokens,
                                             p.spaces_between_special_tokens) if tokenizer and p.detokenize else None
         self._stop = StopChecker(p.stop_strings, p.include_stop_str_in_output, p.min_tokens)
+        self._given_chars, self._given_tokens, self._given_reason = 0, 0, False
 
     def add(self, tokens: list[int], logprobs: list[LogprobDict] | None, reason: str | None, stop_token: int | None) -> None:
         """Take newly committed tokens, which `request.output_token_ids` already holds. Ends it where a stop string matches."""
@@ -61,16 +62,33 @@ class Completion:
     def snapshot(self) -> CompletionOutput:
         """The output so far. While it runs, text that may yet turn out to begin a stop string is left out."""
         o = self.output
-        text = o.text
-        if o.finish_reason is None and text:
-            text = text[:len(text) - self._stop.holdback(text)]
-        return CompletionOutput(o.index, text, list(o.token_ids), o.cumulative_logprob,
+        return CompletionOutput(o.index, o.text[:self._settled()], list(o.token_ids), o.cumulative_logprob,
                                 list(o.logprobs) if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+
+    def delta(self) -> CompletionOutput | None:
+        """What came since the last call, None if nothing did. All deltas joined are the snapshot at the end."""
+        o = self.output
+        chars, tokens = self._settled(), len(o.token_ids)
+        ended = o.finish_reason is not None and not self._given_reason
+        if not ended and chars <= self._given_chars and tokens <= self._given_tokens:
+            return None
+        new = CompletionOutput(o.index, o.text[self._given_chars:chars], o.token_ids[self._given_tokens:], o.cumulative_logprob,
+                               o.logprobs[self._given_tokens:] if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+        self._given_chars, self._given_tokens, self._given_reason = chars, tokens, o.finish_reason is not None
+        return new
+
+    def _settled(self) -> int:
+        """Characters that can no longer change."""
+        text = self.output.text
+        return len(text) - (self._stop.holdback(text) if self.output.finish_reason is None and text else 0)
+
+
+_COUNTS = tuple(f.name for f in fields(RequestMetrics) if f.name.startswith("num_"))
 
 
 @dataclass
 class Group:
-    """The completions of one prompt."""
+    """The completions of one prompt. stream: every step that adds to it gives an output; deltas: which holds what is new only."""
 
     request_id: str
     prompt: str | None
@@ -80,14 +98,27 @@ class Group:
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[LogprobDict | None] | None = None
     error: SparseSpecError | None = None
+    deltas: bool = False
 
     def finished(self) -> bool:
         return all(c.output.finish_reason is not None for c in self.completions)
 
     def result(self) -> RequestOutput:
-        """RequestOutput as of now."""
-        first = self.completions[0].request.metrics
+        """RequestOutput as of now, or what is new since the last one."""
+        metrics = self._metrics()
+        if self.deltas:
+            outputs = [d for c in self.completions if (d := c.delta()) is not None]
+        else:
+            outputs = [c.snapshot() for c in self.completions]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished(),
+                             self.prompt_logprobs, 0, metrics, self.error, self.lossless)
+
+    def _metrics(self) -> RequestMetrics:
+        """Times of the first completion, counts of all of them."""
+        each = [c.request.metrics for c in self.completions]
         if self.finished():
-            first.finished_time = time.monotonic()
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [c.snapshot() for c in self.completions],
-                             self.finished(), self.prompt_logprobs, 0, first, self.error, self.lossless)
+            each[0].finished_time = time.monotonic()
+        if len(each) == 1:
+            return each[0]
+        counts = {name: sum(getattr(m, name) for m in each) for name in _COUNTS}
+        return replace(each[0], **counts)

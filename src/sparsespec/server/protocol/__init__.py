@@ -1,0 +1,1 @@
+"""Bodies by endpoint. Requests are parsed by these; responses are written as plain JSON of their shape."""

@@ -1,0 +1,1 @@
+"""One module a family of endpoints; each has a `router`."""
