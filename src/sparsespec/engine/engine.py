@@ -23,13 +23,17 @@ from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.engine.admission import Admission, Limits, Prompt
 from sparsespec.engine.memory import pool_tokens
 from sparsespec.engine.output import Completion, Group
+from sparsespec.kv.host_pool import HostPool
 from sparsespec.kv.pool import KVPool
 from sparsespec.kv.table import PageTable
+from sparsespec.kv.transfer import make_copier
 from sparsespec.loader import load_model
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.metrics.stats import collect_stats
 from sparsespec.runner.calibrate import measure_costs
 from sparsespec.runner.model_runner import ModelRunner
+from sparsespec.scheduler.kv_policy import make_kv_policy
+from sparsespec.scheduler.memory import Memory
 from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Commit, Scheduler
 from sparsespec.spec.adaptive import AdaptiveLength, FixedLength
@@ -52,13 +56,19 @@ class Engine:
         slots = config.scheduler.max_num_seqs
         self.pages = PageTable(slots, self.max_model_len + max_drafts + 1, config.cache.page_size, tokens // config.cache.page_size)
         self.pool = KVPool(model, self.pages.capacity, self.loaded.dtype, self.loaded.device)
+        cache = config.cache
+        self.host_pool = HostPool(cache.kv_offloading_size, self.pool, cache.page_size) if cache.kv_offloading_size else None
+        memory = Memory(self.pages, host_pages=self.host_pool.num_pages if self.host_pool else 0,
+                        copier=make_copier(self.pool, self.host_pool, cache.page_size),
+                        prefix_caching=cache.enable_prefix_caching, round_tokens=max_drafts + 1)
         self.runner = ModelRunner(self.loaded, config, self.pool, self.pages, self.policies, self.max_model_len)
         self.controller = self._controller(max_drafts)
         self.early_stop = None if spec.draft_cost is None else EarlyStop(slots, max_drafts, spec.draft_cost)
         self.runner.decider.wants_confidence = self.early_stop is not None
         max_rows = config.scheduler.max_num_batched_tokens or (512 if self.loaded.device.type == "cpu" else 2048)
-        self.scheduler = Scheduler(config.scheduler, max_rows, self.pages, make_phases(spec.schedule, max_drafts, slots),
-                                   max_drafts, self._draft_length, reserve=spec.kv_policy == "reserve")
+        self.scheduler = Scheduler(config.scheduler, max_rows, memory,
+                                   make_kv_policy(spec.kv_policy, host=self.host_pool is not None),
+                                   make_phases(spec.schedule, max_drafts, slots), max_drafts, self._draft_length)
         self.admission = Admission(Limits(self.max_model_len, self.pages.capacity, model.vocab_size), self.loaded.tokenizer,
                                    self.loaded.eos_token_ids, config.load.seed)
         self.groups: dict[str, Group] = {}
@@ -163,7 +173,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, a plain dict: see metrics/stats.py."""
-        return collect_stats(self.scheduler, self.runner, self.pages, self.seconds, self.controller.draft_length())
+        return collect_stats(self.scheduler, self.runner, self.seconds, self.controller.draft_length())
 
     def _outputs(self, commits: Sequence[Commit], result: StepResult) -> list[RequestOutput]:
         touched: dict[str, Group] = {}
@@ -183,7 +193,7 @@ class Engine:
             if completion.output.finish_reason is not None:
                 if c.request.params.prompt_logprobs is not None:
                     group.prompt_logprobs = self.runner.logprobs.take_prompt(c.request)
-                self._end(c.request)
+                self._end(c.request, sound=not c.bad)
         outputs = []
         for request_id, group in touched.items():
             if group.finished():
@@ -192,8 +202,8 @@ class Engine:
                 outputs.append(group.result())
         return outputs
 
-    def _end(self, request: Request) -> None:
-        self.scheduler.finish(request)
+    def _end(self, request: Request, *, sound: bool = True) -> None:
+        self.scheduler.finish(request, sound=sound)
         self._owners.pop(request, None)
 
 
@@ -206,8 +216,6 @@ def _refuse_unsupported(config: EngineConfig) -> None:
                                'Leave it out, or use a policy of sparse drafts alone with verification="sync"')
     if config.parallel.tensor_parallel_size != 1:
         raise UnsupportedError("tensor_parallel_size", config.parallel.tensor_parallel_size, "not available yet", "Use 1")
-    if config.cache.kv_offloading_size:
-        raise UnsupportedError("kv_offloading_size", config.cache.kv_offloading_size, "there is no host pool yet", "Leave it out")
 
 
 def _lengths(config: EngineConfig, loaded: LoadedModel, max_drafts: int) -> tuple[int, int]:

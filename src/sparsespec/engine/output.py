@@ -90,4 +90,5 @@ class Group:
         if self.finished():
             first.finished_time = time.monotonic()
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [c.snapshot() for c in self.completions],
-                             self.finished(), self.prompt_logprobs, 0, first, self.error, self.lossless)
+                             self.finished(), self.prompt_logprobs, self.completions[0].request.num_cached_tokens,
+                             first, self.error, self.lossless)

@@ -26,6 +26,7 @@ class PageAllocator:
         self.refs: IntArray = np.zeros(num_pages, np.int32)
         self._soft: IntArray = np.full(num_pages, _NOBODY, np.int32)  # who hopes to grow into a page
         self.num_free = num_pages
+        self.num_releases = 0  # how often pages were let go of: unchanged means that no more are to be had than before
         self._unreserved = num_pages  # free pages that nobody hopes for
         self._cursor = 0  # where the search for single pages goes on
 
@@ -83,6 +84,7 @@ class PageAllocator:
         if (left < 0).any():
             raise ValueError(f"owner {owner} frees pages that nobody holds")
         self.refs[pages] = left
+        self.num_releases += 1
         if owner >= 0:
             self._soft[self._soft == owner] = _NOBODY
         self.num_free += int((left == 0).sum())

@@ -1,9 +1,9 @@
 """The prefix cache: which pages hold the KV of which beginning of a text.
 
 A full page is known by a digest of its tokens chained to the digest of the page before it, so that equal digests mean
-equal texts from the first token on. The chain begins with the request's `cache_salt` and the version of the weights:
-callers with different salts never meet. Only committed KV may be inserted. The cache holds each of its pages once, like
-any other holder; a page that nobody else holds may be evicted, the least recently used first. No torch.
+equal texts from the first token on. The chain begins with the request's `cache_salt`: callers with different salts never meet.
+Only committed KV may be inserted. The cache holds each of its pages once, like any other holder; a page that nobody else
+holds may be evicted, the least recently used first. No torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ Digest = bytes
 _SIZE = 16  # bytes: by accident two texts never meet, and on purpose only at the cost of 2**64 hashes
 
 
-def root(salt: str | None, version: int) -> Digest:
-    """Where a chain begins."""
-    return hashlib.blake2b(repr((version, salt)).encode(), digest_size=_SIZE).digest()
-
-
-def extend_chain(chain: list[Digest], start: Digest, tokens: Sequence[int], page_size: int, pages: int) -> None:
+def extend_chain(chain: list[Digest], salt: str | None, tokens: Sequence[int], page_size: int, pages: int) -> None:
     """Append to `chain` until it has a digest for each of the first `pages` full pages of `tokens`."""
     have = len(chain)
     if pages <= have:
         return
     data = np.asarray(tokens[have * page_size:pages * page_size], np.int64).tobytes()
-    width, last = 8 * page_size, chain[-1] if chain else start
+    width, last = 8 * page_size, chain[-1] if chain else repr(salt).encode()
     for low in range(0, (pages - have) * width, width):
         last = hashlib.blake2b(last + data[low:low + width], digest_size=_SIZE).digest()
         chain.append(last)
@@ -101,14 +96,21 @@ class PrefixCache:
     def drop(self, pages: Iterable[int]) -> None:
         """Let go of cached pages; whoever else holds one keeps it."""
         gone = np.fromiter(pages, np.int32)
+        if not len(gone):
+            return
         for page in gone.tolist():
             del self._page_of[self._digest_of.pop(page)]
         self._used[gone] = -1
         self._allocator.free(gone)
 
+    def drop_idle(self, digests: Iterable[Digest]) -> None:
+        """Let go of those of these pages that are cached and that nobody else holds."""
+        pages = (self._page_of.get(digest, -1) for digest in digests)
+        self.drop([page for page in pages if page >= 0 and self._allocator.refs[page] == 1])
+
     def evict(self, count: int) -> int:
-        """Free up to `count` pages; gives how many."""
-        pages = self.oldest(count)
+        """Free up to `count` pages that nobody else holds; gives how many."""
+        pages = self.oldest(count) if count > 0 else NO_PAGES
         self.drop(pages.tolist())
         return len(pages)
 

@@ -6,6 +6,7 @@ Both work in chunks, so that what is in flight between the two layouts stays sma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -127,4 +128,4 @@ def _runs(pages: IntArray) -> Iterator[tuple[int, int]]:
     """(first, end) of runs of neighbouring pages in a list."""
     edges = np.flatnonzero(np.diff(pages) != 1) + 1
     bounds = [0, *edges.tolist(), len(pages)]
-    return zip(bounds[:-1], bounds[1:], strict=True)
+    return pairwise(bounds)

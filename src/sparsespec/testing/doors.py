@@ -80,7 +80,7 @@ def page_counts(llm: LLM | Engine) -> PageCounts:
 def poison_free_pages(llm: LLM | Engine) -> int:
     """Fill every page that nobody owns with NaN, which spreads to any result that reads one. Gives how many there were."""
     engine = _engine(llm)
-    free = np.flatnonzero(engine.pages.allocator.owner < 0)
+    free = np.flatnonzero(engine.pages.allocator.refs == 0)
     size = engine.pages.page_size
     entries = (free[:, None] * size + np.arange(size)).reshape(-1)
     engine.pool.data[:, :, :, torch.from_numpy(entries).to(engine.pool.device)] = torch.nan
