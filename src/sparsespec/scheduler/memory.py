@@ -149,5 +149,5 @@ class Memory:
         check_pool("device", self.pages.allocator, {
             "slots": self.pages.all_held(), "prefixes": self.prefixes.device.pages, "copies": self.transfers.pages(Side.DEVICE)})
         check_pool("host", self.host, {
-            "swapped requests": self.swapper.host_pages(), "prefixes": self.prefixes.host.pages,
+            "swapped requests": self.swapper.host_pages(), "prefixes": self.prefixes.host_pages(),
             "copies": self.transfers.pages(Side.HOST)})

@@ -7,6 +7,8 @@ request that finds its prefix there waits for a copy instead of computing it.
 
 from __future__ import annotations
 
+import numpy as np
+
 from sparsespec.core.request import Request
 from sparsespec.kv.allocator import NO_PAGES, IntArray, PageAllocator
 from sparsespec.kv.copier import Side
@@ -26,7 +28,7 @@ class Prefixes:
         self.device = PrefixCache(pages.allocator)
         self.host = PrefixCache(host)
         self._loading: dict[int, object] = {}
-        self._spilling, self._looked = False, -1
+        self._spilling, self._looked = NO_PAGES, -1  # host pages that are being filled; when pages were last let go of
         self._era = 0  # of the caches' contents
         self.ended: list[tuple[int, int]] = []  # (slot, tokens it holds now) of requests that waited for a copy, until taken
         self.spilled_pages = 0
@@ -67,7 +69,7 @@ class Prefixes:
     def spill(self) -> None:
         """While few device pages are free, copy those that would be evicted next to the host; once an iteration."""
         device = self._pages.allocator
-        if self._spilling or not self._host_pages.num_pages or device.num_free >= device.num_pages * _LOW or (
+        if len(self._spilling) or not self._host_pages.num_pages or device.num_free >= device.num_pages * _LOW or (
                 device.num_releases == self._looked):
             return
         self._looked = device.num_releases
@@ -85,10 +87,10 @@ class Prefixes:
         if host is None:
             raise RuntimeError("fewer host pages are free than counted")
         digests, era = self.device.digests(pages), self._era
-        self._spilling = True
+        self._spilling = host
 
         def ended(worked: bool) -> None:
-            self._spilling = False
+            self._spilling = NO_PAGES
             if worked and era == self._era:
                 self.host.insert(digests, host)
                 self.spilled_pages += len(host)
@@ -102,6 +104,10 @@ class Prefixes:
         self._era += 1
         self.device.clear()
         self.host.clear()
+
+    def host_pages(self) -> IntArray:
+        """Every host page that is held here."""
+        return np.concatenate((self.host.pages, self._spilling))
 
     def _extend(self, request: Request, count: int) -> None:
         tokens = request.prompt_token_ids
