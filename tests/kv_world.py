@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsespec.config.engine import SchedulerConfig
 from sparsespec.core.plan import StepPlan, StepResult
-from sparsespec.core.request import Request
+from sparsespec.core.request import DraftTraits, Request
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.kv.allocator import IntArray
 from sparsespec.kv.copier import CopyError, Side
@@ -71,7 +71,7 @@ class World:
         copier = TagCopier(self.tags, lambda: self.rng.randint(0, most_delay), lambda: self.rng.random() < failures)
         self.memory = Memory(table, host_pages=host_pages, copier=copier, prefix_caching=caching, round_tokens=k + 1)
         self.s = Scheduler(SchedulerConfig(max_num_seqs=slots), max_rows, self.memory, make_kv_policy(policy, host=host_pages > 0),
-                           make_phases("unified", k, slots), k, lambda: k, needs_selection=k > 0)
+                           make_phases("unified", k, slots), k, lambda policy: k)
         self.capacity = pages * page_size
         self.texts: dict[Request, np.ndarray] = {}
         self.true: dict[Request, np.ndarray] = {}
@@ -90,8 +90,10 @@ class World:
         base = np.random.default_rng(family).integers(0, 50, prompt).tolist()
         if family >= 2 and prompt > 2:
             base[prompt // 2] = self.count % 50
-        r = Request(str(self.count), base, SamplingParams(max_tokens=output), 0, False, prompt + output, frozenset({99}), frozenset())
+        r = Request(str(self.count), base, SamplingParams(max_tokens=output), 0, False, prompt + output, frozenset({99}),
+                    frozenset())
         r.cache_salt = salt
+        r.traits = DraftTraits(0, self.k, selects=self.k > 0, prompt_rows=self.k + 1)
         text = np.concatenate([base, np.random.default_rng([family, self.count]).integers(0, 50, output)])
         if stop_early:
             text[prompt + output // 2] = 99
@@ -230,8 +232,9 @@ def main() -> None:
     steps, worlds, start = 0, 0, time.perf_counter()
     while steps < args.steps:
         w = World(rng.getrandbits(32), slots=rng.randint(2, 6), pages=rng.randint(24, 40), host_pages=rng.choice([0, 12, 60]),
-                  page_size=rng.choice([1, 2, 3]), k=rng.randint(0, 4), policy=rng.choice(["offload", "offload", "recompute", "reserve"]),
-                  most_delay=rng.choice([0, 1, 5]), failures=rng.choice([0.0, 0.0, 0.1, 1.0]), caching=rng.random() < 0.7)
+                  page_size=rng.choice([1, 2, 3]), k=rng.randint(0, 4),
+                  policy=rng.choice(["offload", "offload", "recompute", "reserve"]), most_delay=rng.choice([0, 1, 5]),
+                  failures=rng.choice([0.0, 0.0, 0.1, 1.0]), caching=rng.random() < 0.7)
         for _ in range(500):
             random_rule(w, rng)
         w.drain()
@@ -242,7 +245,8 @@ def main() -> None:
                     recomputed=w.s.counters.num_recomputed_tokens, cached=w.s.counters.num_cached_tokens,
                     spilled_pages=w.memory.prefixes.spilled_pages, failed_copies=w.memory.transfers.num_failed,
                     stalled_rows=w.s.counters.num_stalled_rows)
-    print(f"seed {args.seed}: {steps} iterations in {worlds} worlds, {time.perf_counter() - start:.0f} s; {dict(sorted(seen.items()))}")
+    print(f"seed {args.seed}: {steps} iterations in {worlds} worlds, {time.perf_counter() - start:.0f} s; "
+          f"{dict(sorted(seen.items()))}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparsespec.config.engine import EngineConfig
-from sparsespec.core.errors import InvalidValueError, NumericalError, UnsupportedError
+from sparsespec.core.errors import InvalidValueError, NumericalError, StateError, UnsupportedError
 from sparsespec.core.outputs import RequestOutput
 from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import Request
@@ -23,6 +23,7 @@ from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.engine.admission import Admission, Limits, Prompt
 from sparsespec.engine.memory import pool_tokens
 from sparsespec.engine.output import Completion, Group
+from sparsespec.engine.weights import WeightKeeper, WeightSource
 from sparsespec.kv.host_pool import HostPool
 from sparsespec.kv.pool import KVPool
 from sparsespec.kv.table import PageTable
@@ -34,11 +35,14 @@ from sparsespec.runner.calibrate import measure_costs
 from sparsespec.runner.model_runner import ModelRunner
 from sparsespec.scheduler.kv_policy import make_kv_policy
 from sparsespec.scheduler.memory import Memory
+from sparsespec.scheduler.outcome import Commit
 from sparsespec.scheduler.phases import make_phases
-from sparsespec.scheduler.scheduler import Commit, Scheduler
+from sparsespec.scheduler.scheduler import Scheduler
 from sparsespec.spec.adaptive import AdaptiveLength, FixedLength
 from sparsespec.spec.registry import PolicySet
 from sparsespec.spec.stopping import EarlyStop
+
+_POLL = 1e-4  # seconds between looks at copies for which everybody waits
 
 
 class Engine:
@@ -71,6 +75,8 @@ class Engine:
                                    make_phases(spec.schedule, max_drafts, slots), max_drafts, self._draft_length)
         self.admission = Admission(Limits(self.max_model_len, self.pages.capacity, model.vocab_size), self.loaded.tokenizer,
                                    self.loaded.eos_token_ids, config.load.seed)
+        self.weights = WeightKeeper(self.loaded, self.pool)
+        self._weights_version = self.weights.version
         self.groups: dict[str, Group] = {}
         self._owners: dict[Request, tuple[Group, Completion]] = {}
         self.seconds = {"schedule": 0.0, "execute": 0.0, "commit": 0.0}
@@ -84,12 +90,17 @@ class Engine:
             raise InvalidValueError("request_id", request_id, "already in the engine", "Give each request an id of its own")
         if not isinstance(params, SamplingParams):
             raise InvalidValueError("sampling_params", params, "not a SamplingParams", "Build one with SamplingParams(...)")
+        self.weights.check()
+        if self._weights_version != self.weights.version:  # another engine that shares them changed them
+            self.reset_prefix_cache()
         text, ids = self.admission.tokenize(prompt)
+        salt = self.admission.cache_salt(prompt)
         traits = self.policies.traits(params.speculative_config)
         requests = self.admission.build(request_id, ids, params, traits)
         group = Group(request_id, text, ids, stream, self.config.speculative.synthetic_acceptance is None)
         for index, request in enumerate(requests):
             request.metrics.arrival_time = time.monotonic()
+            request.cache_salt = salt
             completion = Completion(request, index, self.loaded.tokenizer)
             group.completions.append(completion)
             self._owners[request] = (group, completion)
@@ -105,6 +116,8 @@ class Engine:
         t0 = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is None:
+            if self.scheduler.has_work():
+                time.sleep(_POLL)
             return []
         for slot in self.scheduler.vacated:
             self.runner.leave(slot)
@@ -170,6 +183,43 @@ class Engine:
                 self._end(completion.request)
         del self.groups[request_id]
         return group.result()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; pages in use stay with their requests."""
+        self.scheduler.memory.prefixes.reset()
+        self._weights_version = self.weights.version
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace the weights, of every engine that shares them, and forget cached prefixes.
+
+        source: a path, or Hugging Face names → tensors. Raises StateError while requests run, ModelLoadError for what does
+        not fit: then no request is served until an update succeeds.
+        """
+        self._need_idle("update_weights")
+        try:
+            self.weights.update(source)
+        finally:
+            self.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give device memory back: the KV pool's, and the weights', which level 1 keeps on the host and level 2 drops.
+
+        Raises StateError while requests run.
+        """
+        self._need_idle("sleep")
+        self.reset_prefix_cache()
+        self.weights.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again. After a sleep of level 2 update_weights() has to follow."""
+        self.weights.wake_up()
+
+    def _need_idle(self, call: str) -> None:
+        if self.has_work():
+            raise StateError(call, self.scheduler.num_running, "requests are in the engine", "Let them finish, or abort them")
+        while len(self.scheduler.memory.transfers):
+            self.scheduler.memory.poll()
+            time.sleep(_POLL)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, a plain dict: see metrics/stats.py."""
