@@ -31,6 +31,7 @@ from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Scheduler
 
 POISON, SCRATCH, RUBBISH = -1, -2, -3
+_REPORT = 100_000  # iterations between two lines of `main`
 PATIENCE = 60  # iterations with work and without a committed token that are taken for a deadlock
 
 
@@ -245,8 +246,9 @@ def main() -> None:
                     recomputed=w.s.counters.num_recomputed_tokens, cached=w.s.counters.num_cached_tokens,
                     spilled_pages=w.memory.prefixes.spilled_pages, failed_copies=w.memory.transfers.num_failed,
                     stalled_rows=w.s.counters.num_stalled_rows)
-    print(f"seed {args.seed}: {steps} iterations in {worlds} worlds, {time.perf_counter() - start:.0f} s; "
-          f"{dict(sorted(seen.items()))}")
+        if steps // _REPORT > (steps - w.s.now) // _REPORT or steps >= args.steps:
+            print(f"seed {args.seed}: {steps} iterations in {worlds} worlds, {time.perf_counter() - start:.0f} s; "
+                  f"{dict(sorted(seen.items()))}", flush=True)
 
 
 if __name__ == "__main__":
