@@ -1,4 +1,4 @@
-"""What else is in the batch, and how much memory there is, changes no request's text: cases T22 and T48."""
+"""What else is in the batch, and how much memory there is, changes no request's text: case T48; T22 is in test_cases_kv.py."""
 
 from __future__ import annotations
 
@@ -8,34 +8,13 @@ import numpy as np
 import pytest
 
 from driving import completions, serve, speculate, token_ids
-from reference import PROMPTS, Reference, tiny_path, tiny_prompts
+from reference import PROMPTS, tiny_path, tiny_prompts
 from sparsespec import LLM, SamplingParams
 from sparsespec.config.engine import LoadConfig
 from sparsespec.loader import load_model
 from sparsespec.loader.loaded import LoadedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.mark.parametrize(("k", "page"), [(0, 16), (4, 16), (8, 1)])
-def test_t22_output_is_complete_after_preemption(k: int, page: int, tiny_models: dict[str, LoadedModel]) -> None:
-    """8 requests of 200 tokens in a pool for about 2.5 of them: greedy, seeded and unseeded."""
-    prompts = [p[:30] for p in tiny_prompts(16, seed=10) if len(p) >= 30][:8]
-    params = [SamplingParams(temperature=float(i % 4 > 1), seed=i if i % 4 == 2 else None, max_tokens=200) for i in range(8)]
-    config = speculate(k, 0.3, kv_policy="recompute") if k else speculate(0)
-    settings: dict[str, Any] = {"max_model_len": 256, "page_size": page, "speculative_config": config}
-    wanted = token_ids(serve(LLM(tiny_models["qwen3"], kv_cache_tokens=4096, **settings), prompts, params))
-    small = LLM(tiny_models["qwen3"], kv_cache_tokens=576, **settings)
-    out = completions(serve(small, prompts, params))
-    assert small.stats()["num_preemptions"] > 0
-    assert small.stats()["num_recomputed_tokens"] > 0
-    assert [(len(c.token_ids), c.finish_reason) for c in out] == [(200, "length")] * 8
-    reference = Reference.directory(tiny_path("qwen3"))
-    for i, (prompt, c, ids) in enumerate(zip(prompts, out, wanted, strict=True)):
-        if i % 4 < 2:
-            reference.check(prompt, c.token_ids)
-        if i % 4 < 3:
-            assert c.token_ids == ids, i
 
 
 def test_requests_that_fit_one_at_a_time(tiny_models: dict[str, LoadedModel], tiny_cases: dict[str, Any]) -> None:

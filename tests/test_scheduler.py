@@ -12,6 +12,8 @@ from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import DraftTraits, Request
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.kv.table import PageTable
+from sparsespec.scheduler.kv_policy import make_kv_policy
+from sparsespec.scheduler.memory import Memory
 from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Scheduler
 
@@ -25,9 +27,10 @@ def request(name: str, prompt: int, output: int, stop: frozenset[int] = frozense
 
 def scheduler(*, slots: int = 8, k: int = 4, pages: int = 4096, max_rows: int = 64, schedule: str = "unified",
               reserve: bool = False) -> Scheduler:
-    table = PageTable(slots, 4096, 4, pages)
-    return Scheduler(SchedulerConfig(max_num_seqs=slots), max_rows, table, make_phases(schedule, k, slots), k,
-                     lambda policy: k, reserve=reserve)
+    memory = Memory(PageTable(slots, 4096, 4, pages), round_tokens=k + 1)
+    policy = make_kv_policy("reserve" if reserve else "recompute", host=False)
+    return Scheduler(SchedulerConfig(max_num_seqs=slots), max_rows, memory, policy, make_phases(schedule, k, slots), k,
+                     lambda policy: k)
 
 
 def device(plan: StepPlan, rng: np.random.Generator, rate: float = 0.7, token: int = 99) -> StepResult:
@@ -81,7 +84,7 @@ def test_everybody_finishes_with_exactly_what_was_asked(shapes: list[tuple[int, 
         s.check()
     assert [len(r.output_token_ids) for r in requests] == [o for _, o in shapes]
     assert all(r.num_tokens == limits[id(r)] for r in requests)
-    assert s.pages.allocator.num_free == s.pages.allocator.num_pages
+    assert s.memory.num_free == s.memory.pages.allocator.num_pages
     assert s.counters.num_emitted_tokens == sum(o for _, o in shapes)
     if reserve:
         assert s.counters.num_preemptions == 0

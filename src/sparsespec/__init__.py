@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ModelLoadError,
         NumericalError,
         SparseSpecError,
+        StateError,
         UnknownFieldError,
         UnsupportedError,
     )
@@ -29,7 +30,8 @@ _WHERE = {
     "SamplingParams": "sparsespec.core.sampling_params",
     **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "sparsespec.core.outputs"),
     **dict.fromkeys(("BatchError", "CapacityError", "ContextLengthError", "InvalidValueError", "ModelLoadError",
-                     "NumericalError", "SparseSpecError", "UnknownFieldError", "UnsupportedError"), "sparsespec.core.errors"),
+                     "NumericalError", "SparseSpecError", "StateError", "UnknownFieldError", "UnsupportedError"),
+                    "sparsespec.core.errors"),
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SparseSpecError",
+    "StateError",
     "UnknownFieldError",
     "UnsupportedError",
     "__version__",

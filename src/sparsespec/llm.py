@@ -17,6 +17,7 @@ from sparsespec.core.outputs import RequestOutput
 from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.engine.admission import Prompt
 from sparsespec.engine.engine import Engine
+from sparsespec.engine.weights import WeightSource
 from sparsespec.loader.loaded import LoadedModel
 
 Message = dict[str, Any]
@@ -113,6 +114,22 @@ class LLM:
                         yield output
         finally:
             self.engine.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.engine.reset_prefix_cache()
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace the weights by those of a path, or of Hugging Face names → tensors (a mapping, or pairs); see Engine."""
+        self.engine.update_weights(source)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give device memory back while nothing runs. Level 1 keeps the weights on the host, level 2 drops them; see Engine."""
+        self.engine.sleep(level)
+
+    def wake_up(self) -> None:
+        """End a sleep; after level 2 update_weights() has to follow."""
+        self.engine.wake_up()
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as a plain dict."""

@@ -45,6 +45,10 @@ class CapacityError(InvalidValueError):
     """A request that the KV cache can never hold."""
 
 
+class StateError(InvalidValueError):
+    """A call that what the engine is doing does not allow now."""
+
+
 class ModelLoadError(InvalidValueError):
     """A model file that is missing, unreadable, truncated, incomplete or of an unknown kind."""
 

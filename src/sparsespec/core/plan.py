@@ -7,7 +7,7 @@ and whose view is full; plain decode is one without drafts; a prefill chunk is o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,10 @@ class StepPlan:
     sparse: Bools
     emit: Bools
     collect: Bools
+
+    def take(self, kept: Bools) -> StepPlan:
+        """The plan of some of its items, kept [items]."""
+        return StepPlan(*(getattr(self, f.name)[kept] for f in fields(self)))
 
     @property
     def num_items(self) -> int:

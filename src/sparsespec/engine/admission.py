@@ -37,10 +37,9 @@ class Admission:
         """(text or None, ids) of a prompt. Raises InvalidValueError."""
         text: str | None = None
         if isinstance(prompt, dict):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
+            if set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"} or not prompt:
                 raise InvalidValueError("prompt", prompt, "unknown or missing keys",
-                                        'Give {"prompt_token_ids": [...]} or {"prompt": "..."}')
+                                        'Give {"prompt_token_ids": [...]} or {"prompt": "..."}, and "cache_salt" if you like')
             text = prompt.get("prompt")
             prompt = prompt.get("prompt_token_ids") or text or ""
         if isinstance(prompt, str):
@@ -55,6 +54,13 @@ class Admission:
         if not ids:
             raise InvalidValueError("prompt", prompt, "empty", "Give at least one token")
         return text, ids
+
+    def cache_salt(self, prompt: Prompt) -> str | None:
+        """Whom the prompt's prefix may be shared with: those who give the same. Raises InvalidValueError."""
+        salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise InvalidValueError("cache_salt", salt, "not a non-empty string", "Give a string, or leave it out")
+        return salt
 
     def build(self, request_id: str, ids: list[int], params: SamplingParams, traits: DraftTraits) -> list[Request]:
         """The `n` requests of a prompt. Raises ContextLengthError, CapacityError, InvalidValueError or UnsupportedError."""

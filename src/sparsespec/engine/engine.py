@@ -16,7 +16,7 @@ import numpy as np
 
 from sparsespec.config.engine import EngineConfig
 from sparsespec.config.speculative import SpeculativeConfig
-from sparsespec.core.errors import InvalidValueError, NumericalError, UnsupportedError
+from sparsespec.core.errors import InvalidValueError, NumericalError, StateError, UnsupportedError
 from sparsespec.core.outputs import RequestOutput
 from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import Request
@@ -24,8 +24,11 @@ from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.engine.admission import Admission, Limits, Prompt
 from sparsespec.engine.memory import pool_tokens
 from sparsespec.engine.output import Completion, Group
+from sparsespec.engine.weights import WeightKeeper, WeightSource
+from sparsespec.kv.host_pool import HostPool
 from sparsespec.kv.pool import KVPool
 from sparsespec.kv.table import PageTable
+from sparsespec.kv.transfer import make_copier
 from sparsespec.loader import load_model
 from sparsespec.loader.eagle3 import load_eagle3
 from sparsespec.loader.loaded import LoadedModel
@@ -33,11 +36,16 @@ from sparsespec.metrics.rows import PhaseRows
 from sparsespec.metrics.stats import collect_stats
 from sparsespec.runner.calibrate import measure_costs
 from sparsespec.runner.model_runner import ModelRunner
+from sparsespec.scheduler.kv_policy import make_kv_policy
+from sparsespec.scheduler.memory import Memory
+from sparsespec.scheduler.outcome import Commit
 from sparsespec.scheduler.phases import make_phases
-from sparsespec.scheduler.scheduler import Commit, Scheduler
+from sparsespec.scheduler.scheduler import Scheduler
 from sparsespec.spec.adaptive import AdaptiveLength, FixedLength
 from sparsespec.spec.registry import PolicySet
 from sparsespec.spec.stopping import EarlyStop
+
+_POLL = 1e-4  # seconds between looks at copies for which everybody waits
 
 
 class Engine:
@@ -55,15 +63,23 @@ class Engine:
         slots = config.scheduler.max_num_seqs
         self.pages = PageTable(slots, self.max_model_len + max_drafts + 1, config.cache.page_size, tokens // config.cache.page_size)
         self.pool = KVPool(model, self.pages.capacity, self.loaded.dtype, self.loaded.device)
+        cache = config.cache
+        self.host_pool = HostPool(cache.kv_offloading_size, self.pool, cache.page_size) if cache.kv_offloading_size else None
+        memory = Memory(self.pages, host_pages=self.host_pool.num_pages if self.host_pool else 0,
+                        copier=make_copier(self.pool, self.host_pool, cache.page_size),
+                        prefix_caching=cache.enable_prefix_caching, round_tokens=max_drafts + 1)
         self.runner = ModelRunner(self.loaded, config, self.pool, self.pages, self.policies, self.max_model_len)
         self.controller = self._controller(max_drafts)
         self.early_stop = None if spec.draft_cost is None else EarlyStop(slots, max_drafts, spec.draft_cost)
         self.runner.decider.wants_confidence = self.early_stop is not None
         max_rows = config.scheduler.max_num_batched_tokens or (512 if self.loaded.device.type == "cpu" else 2048)
-        self.scheduler = Scheduler(config.scheduler, max_rows, self.pages, make_phases(spec.schedule, max_drafts, slots),
-                                   max_drafts, self._draft_length, reserve=spec.kv_policy == "reserve")
+        self.scheduler = Scheduler(config.scheduler, max_rows, memory,
+                                   make_kv_policy(spec.kv_policy, host=self.host_pool is not None),
+                                   make_phases(spec.schedule, max_drafts, slots), max_drafts, self._draft_length)
         self.admission = Admission(Limits(self.max_model_len, self.pages.capacity, model.vocab_size), self.loaded.tokenizer,
                                    self.loaded.eos_token_ids, config.load.seed)
+        self.weights = WeightKeeper(self.loaded, self.pool)
+        self._weights_version = self.weights.version
         self.groups: dict[str, Group] = {}
         self._owners: dict[Request, tuple[Group, Completion]] = {}
         self.seconds = {"schedule": 0.0, "execute": 0.0, "commit": 0.0}
@@ -80,13 +96,18 @@ class Engine:
             raise InvalidValueError("request_id", request_id, "already in the engine", "Give each request an id of its own")
         if not isinstance(params, SamplingParams):
             raise InvalidValueError("sampling_params", params, "not a SamplingParams", "Build one with SamplingParams(...)")
+        self.weights.check()
+        if self._weights_version != self.weights.version:  # another engine that shares them changed them
+            self.reset_prefix_cache()
         text, ids = self.admission.tokenize(prompt)
+        salt = self.admission.cache_salt(prompt)
         traits = self.policies.traits(params.speculative_config)
         requests = self.admission.build(request_id, ids, params, traits)
         group = Group(request_id, text, ids, stream, self.config.speculative.synthetic_acceptance is None,
                       deltas=deltas)
         for index, request in enumerate(requests):
             request.metrics.arrival_time = time.monotonic()
+            request.cache_salt = salt
             completion = Completion(request, index, self.loaded.tokenizer)
             group.completions.append(completion)
             self._owners[request] = (group, completion)
@@ -102,6 +123,8 @@ class Engine:
         t0 = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is None:
+            if self.scheduler.has_work():
+                time.sleep(_POLL)
             return []
         for slot in self.scheduler.vacated:
             self.runner.leave(slot)
@@ -169,10 +192,46 @@ class Engine:
         del self.groups[request_id]
         return group.result()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; pages in use stay with their requests."""
+        self.scheduler.memory.prefixes.reset()
+        self._weights_version = self.weights.version
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace the weights, of every engine that shares them, and forget cached prefixes.
+
+        source: a path, or Hugging Face names → tensors. Raises StateError while requests run, ModelLoadError for what does
+        not fit: then no request is served until an update succeeds.
+        """
+        self._need_idle("update_weights")
+        try:
+            self.weights.update(source)
+        finally:
+            self.reset_prefix_cache()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give device memory back: the KV pool's, and the weights', which level 1 keeps on the host and level 2 drops.
+
+        Raises StateError while requests run.
+        """
+        self._need_idle("sleep")
+        self.reset_prefix_cache()
+        self.weights.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory again. After a sleep of level 2 update_weights() has to follow."""
+        self.weights.wake_up()
+
+    def _need_idle(self, call: str) -> None:
+        if self.has_work():
+            raise StateError(call, self.scheduler.num_running, "requests are in the engine", "Let them finish, or abort them")
+        while len(self.scheduler.memory.transfers):
+            self.scheduler.memory.poll()
+            time.sleep(_POLL)
+
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, a plain dict: see metrics/stats.py."""
-        return {**collect_stats(self.scheduler, self.runner, self.pages, self.seconds, self.controller.draft_length()),
-                **self.rows.stats()}
+        return {**collect_stats(self.scheduler, self.runner, self.seconds, self.controller.draft_length()), **self.rows.stats()}
 
     def _outputs(self, commits: Sequence[Commit], result: StepResult) -> list[RequestOutput]:
         touched: dict[str, Group] = {}
@@ -192,7 +251,7 @@ class Engine:
             if completion.output.finish_reason is not None:
                 if c.request.params.prompt_logprobs is not None:
                     group.prompt_logprobs = self.runner.logprobs.take_prompt(c.request)
-                self._end(c.request)
+                self._end(c.request, sound=not c.bad)
         outputs = []
         for request_id, group in touched.items():
             if group.finished():
@@ -201,8 +260,8 @@ class Engine:
                 outputs.append(group.result())
         return outputs
 
-    def _end(self, request: Request) -> None:
-        self.scheduler.finish(request)
+    def _end(self, request: Request, *, sound: bool = True) -> None:
+        self.scheduler.finish(request, sound=sound)
         self._owners.pop(request, None)
 
 
@@ -215,8 +274,6 @@ def _refuse_unsupported(config: EngineConfig) -> None:
                                'Leave it out, or use a policy of sparse drafts alone with verification="sync"')
     if config.parallel.tensor_parallel_size != 1:
         raise UnsupportedError("tensor_parallel_size", config.parallel.tensor_parallel_size, "not available yet", "Use 1")
-    if config.cache.kv_offloading_size:
-        raise UnsupportedError("kv_offloading_size", config.cache.kv_offloading_size, "there is no host pool yet", "Leave it out")
 
 
 def _bind_head(policies: PolicySet, spec: SpeculativeConfig, loaded: LoadedModel) -> int:

@@ -110,8 +110,9 @@ class Group:
             outputs = [d for c in self.completions if (d := c.delta()) is not None]
         else:
             outputs = [c.snapshot() for c in self.completions]
+        cached = self.completions[0].request.num_cached_tokens
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished(),
-                             self.prompt_logprobs, 0, metrics, self.error, self.lossless)
+                             self.prompt_logprobs, cached, metrics, self.error, self.lossless)
 
     def _metrics(self) -> RequestMetrics:
         """Times of the first completion, counts of all of them."""

@@ -32,6 +32,10 @@ class KVPool:
         self.data[layer, 0].index_copy_(1, entries, k.transpose(0, 1).to(self.dtype))
         self.data[layer, 1].index_copy_(1, entries, v.transpose(0, 1).to(self.dtype))
 
+    def planes(self, page_size: int) -> Tensor:
+        """The same memory as pages: [layers · 2 · KV heads, pages, page_size · head_dim]. A page is a row of every plane."""
+        return self.data.view(-1, self.entries // page_size, page_size * self.config.head_dim)
+
     @property
     def bytes_per_entry(self) -> int:
         """Bytes of one token's K and V in one layer and one head, twice head_dim elements."""

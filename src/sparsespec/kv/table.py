@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from sparsespec.kv.allocator import PageAllocator
+from sparsespec.kv.allocator import NO_PAGES, IntArray, PageAllocator
 
 
 class PageTable:
-    """pages [slots, max_pages] int32 in sequence order; counts [slots] how many are held. Tokens p lies in page p // page_size."""
+    """pages [slots, max_pages] int32 in sequence order; counts [slots] how many are held. Token p lies in page p // page_size."""
 
     def __init__(self, slots: int, max_len: int, page_size: int, num_pages: int) -> None:
         self.page_size = page_size
@@ -29,25 +29,68 @@ class PageTable:
         return -(-lengths // self.page_size)
 
     def grow(self, slot: int, length: int, expect: int = 0) -> bool:
-        """Hold pages for `length` tokens; False and no change if the pool lacks them. `expect`: the length it may reach."""
+        """Hold pages for `length` tokens; False and no change if the pool lacks them.
+
+        expect: the length it may reach, given for a request that begins; its pages then start a new run.
+        """
         have = int(self.counts[slot])
         want = -(-length // self.page_size)
         if want <= have:
             return True
-        after = int(self.pages[slot, have - 1]) if have else -1
-        got = self.allocator.allocate(slot, want - have, after, -(-expect // self.page_size))
+        after = int(self.pages[slot, have - 1]) if have and not expect else -1
+        got = self.allocator.allocate(slot, want - have, after, -(-expect // self.page_size) - have)
         if got is None:
             return False
         self.pages[slot, have:want] = got
         self.counts[slot] = want
         return True
 
+    def grow_all(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> bool:
+        """`grow` for distinct slots [n] to lengths [n], all or none of them; most steps add one page to a few slots."""
+        missing = self.needed(lengths) - self.counts[slots]
+        index = np.flatnonzero(missing > 0)
+        if not len(index):
+            return True
+        if int(missing[index].sum()) > self.allocator.num_free:
+            return False
+        one = index[(missing[index] == 1) & (self.counts[slots[index]] > 0)]
+        if len(one):
+            grown = slots[one]
+            count = self.counts[grown]
+            pages = self.allocator.extend(self.pages[grown, count - 1])
+            if pages is None:
+                raise RuntimeError("fewer pages are free than counted")
+            self.pages[grown, count] = pages
+            self.counts[grown] += 1
+        if len(one) < len(index):
+            for i in index:
+                self.grow(int(slots[i]), int(lengths[i]))
+        return True
+
+    def adopt(self, slot: int, pages: IntArray) -> None:
+        """Append pages that the caller holds: they are the slot's from now on."""
+        have = int(self.counts[slot])
+        self.pages[slot, have:have + len(pages)] = pages
+        self.counts[slot] = have + len(pages)
+
+    def detach(self, slot: int) -> IntArray:
+        """Hand the slot's pages to the caller, who holds them from now on."""
+        pages: IntArray = self.pages[slot, :self.counts[slot]].copy()
+        self.counts[slot] = 0
+        return pages
+
+    def held(self, slot: int) -> IntArray:
+        """The pages of a slot in sequence order; a view."""
+        return self.pages[slot, :self.counts[slot]]
+
+    def all_held(self) -> IntArray:
+        """The pages of all slots, one after the other: what the slots answer for in the integrity check."""
+        rows = [self.held(int(slot)) for slot in np.flatnonzero(self.counts)]
+        return np.concatenate(rows) if rows else NO_PAGES
+
     def release(self, slot: int) -> None:
         """Give all pages of a slot back."""
-        count = int(self.counts[slot])
-        if count:
-            self.allocator.free(slot, self.pages[slot, :count])
-        self.counts[slot] = 0
+        self.allocator.free(self.detach(slot), slot)
 
     def positions_to_entries(self, slot: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Physical entries [n] in the pool of a slot's token positions [n]."""
@@ -62,13 +105,3 @@ class PageTable:
         bounds = [0, *breaks.tolist(), count]
         size = self.page_size
         return [(int(pages[a]) * size, min(b * size, length) - a * size) for a, b in pairwise(bounds)]
-
-    def check(self) -> None:
-        """Integrity: every page is held by exactly the slot that owns it. Raises RuntimeError."""
-        self.allocator.check()
-        for slot in np.flatnonzero(self.counts):
-            held = self.pages[slot, :self.counts[slot]]
-            if not (self.allocator.owner[held] == slot).all() or len(np.unique(held)) != len(held):
-                raise RuntimeError(f"slot {slot} holds a page twice or one that it does not own")
-        if int(self.counts.sum()) != self.allocator.num_pages - self.allocator.num_free:
-            raise RuntimeError("pages are owned that no slot holds")

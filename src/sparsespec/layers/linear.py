@@ -30,7 +30,8 @@ class Linear(nn.Module):
         super().__init__()
         self.parts = (parts,) if isinstance(parts, int) else tuple(parts)
         out = sum(self.parts)
-        self.weight: Tensor | None = torch.empty(out, in_features, dtype=dtype, device=device)
+        self.shape, self.dtype, self.device = (out, in_features), dtype, device
+        self.weight: Tensor | None = torch.empty(self.shape, dtype=dtype, device=device)
         self.bias = torch.empty(out, dtype=dtype, device=device) if bias else None
         self.deterministic = deterministic
         self._packed: Tensor | None = None
@@ -46,6 +47,12 @@ class Linear(nn.Module):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, TILE)
             if not keep:
                 self.weight = None
+
+    def reopen(self) -> None:
+        """Undo `finalize`, so that the loader can fill the weight again; its values are unset."""
+        self._packed = None
+        if self.weight is None:
+            self.weight = torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def _product(self, x: Tensor) -> Tensor:
         if self._packed is not None:

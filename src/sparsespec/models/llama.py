@@ -6,6 +6,7 @@ model does not know whether a row is prefill, draft or verification.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Protocol
 
 import torch
@@ -68,6 +69,7 @@ class LlamaForCausalLM(nn.Module):
         if config.hidden_act != "silu":
             raise ModelLoadError("hidden_act", config.hidden_act, "not supported", "Use a model with silu")
         self.config, self.dtype, self.device = config, dtype, device
+        self.version, self.complete = 0, True  # of the weights: how often they were replaced, and whether all are there
         qkv_bias, out_bias = self.biases(config)
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [
@@ -112,9 +114,18 @@ class LlamaForCausalLM(nn.Module):
     def finalize(self) -> None:
         """Pack the weights, a layer at a time so that the peak stays near one copy."""
         self.head.finalize(keep=self.config.tie_word_embeddings)
+        for linear in self._linears():
+            linear.finalize()
+
+    def reopen(self) -> None:
+        """Undo `finalize`, so that new weights can be loaded."""
+        self.head.reopen()
+        for linear in self._linears():
+            linear.reopen()
+
+    def _linears(self) -> Iterator[Linear]:
         for layer in self.layers:
-            for linear in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down):
-                linear.finalize()
+            yield from (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)
 
     def rotary(self, max_len: int) -> RotaryEmbedding:
         """Rotary tables for sequences up to max_len. An engine keeps its own: for some kinds they depend on max_len."""

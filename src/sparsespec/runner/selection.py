@@ -58,15 +58,3 @@ class SelectionStore:
         """KV bytes that draft passes of `slots` up to `last` read, over all layers."""
         tail = (last - self.tail[slots] + 1) * self.config.num_layers * self.config.num_kv_heads
         return int(self.entries[slots].sum() + tail.sum()) * bytes_per_entry
-
-    def take(self, slot: int) -> tuple[Tensor, Tensor, int, int, int]:
-        """The slot's selection, to be given back when its request returns to the device."""
-        width = int(self.width[slot])
-        return (self.positions[slot, :, :, :width].clone(), self.counts[slot].clone(), int(self.tail[slot]), width,
-                int(self.entries[slot]))
-
-    def give(self, slot: int, state: tuple[Tensor, Tensor, int, int, int]) -> None:
-        """Bring what `take` gave to a slot."""
-        positions, counts, tail, width, entries = state
-        self._store(slot, positions, counts)
-        self.tail[slot], self.width[slot], self.entries[slot] = tail, width, entries

@@ -10,75 +10,41 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from sparsespec.config.engine import SchedulerConfig
 from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import Request
-from sparsespec.kv.table import PageTable
+from sparsespec.scheduler.kv_policy import KVPolicy
+from sparsespec.scheduler.memory import Memory
+from sparsespec.scheduler.outcome import Commit, Counters, cut
 from sparsespec.scheduler.phases import Phases
 
 _MIN_CHUNK = 32  # prefill rows that decoding can not crowd out
 _STOP_IDS = 16
 
 
-@dataclass
-class Commit:
-    """Tokens that one request gained, and whether an EOS or stop id ended it (`stop`), or a limit (`length`).
-
-    bad: the logits after these tokens are NaN or infinite, so it cannot go on.
-    """
-
-    request: Request
-    item: int
-    tokens: list[int]
-    drafted: int
-    accepted: int
-    finish_reason: str | None
-    stop_token: int | None
-    bad: bool = False
-
-
-@dataclass
-class Counters:
-    """What the scheduler counts, for stats()."""
-
-    iterations: int = 0
-    gemm_rows: int = 0
-    num_prompt_tokens: int = 0
-    num_draft_passes: int = 0  # sparse items; num_target_passes: full ones that yielded tokens
-    num_target_passes: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_emitted_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)
-
-
 class Scheduler:
     """See the module. draft_length: index of a policy → k that its rounds begin with now, 0 for plain decoding."""
 
-    def __init__(self, config: SchedulerConfig, max_rows: int, pages: PageTable, phases: Phases, max_drafts: int,
-                 draft_length: Callable[[int], int], *, reserve: bool) -> None:
+    def __init__(self, config: SchedulerConfig, max_rows: int, memory: Memory, kv_policy: KVPolicy, phases: Phases, max_drafts: int,
+                 draft_length: Callable[[int], int]) -> None:
         n = config.max_num_seqs
-        self.pages, self.phases, self.draft_length = pages, phases, draft_length
-        self.max_rows, self.reserve = max_rows, reserve
+        self.memory, self.kv_policy, self.phases, self.draft_length = memory, kv_policy, phases, draft_length
+        self.max_rows = max_rows
         self.waiting: deque[Request] = deque()
         self.requests: list[Request | None] = [None] * n
         self._free = list(range(n - 1, -1, -1))
-        self.active = np.zeros(n, bool)
+        self.active = np.zeros(n, bool)  # False as well while a request is away from the device
         self.length, self.computed, self.drafted, self.proposed = (np.zeros(n, np.int32) for _ in range(4))
         self.target, self.limit, self.policy, self.most = (np.zeros(n, np.int32) for _ in range(4))
-        self.order = np.zeros(n, np.int64)  # by admission
-        self.selects, self.proposes, self.selected = (np.zeros(n, bool) for _ in range(3))
+        self.order = np.zeros(n, np.int64)  # by arrival on the device
+        self.selects, self.proposes, self.selected, self.published = (np.zeros(n, bool) for _ in range(4))
         self.stop_ids = np.full((n, _STOP_IDS), -1, np.int64)
         self.min_length = np.zeros(n, np.int32)
-        self.now, self._admissions = 0, 0
+        self.now, self._arrivals = 0, 0
+        self._lost: dict[Request, int] = {}  # committed KV that requests lost and have to compute again
         self.admitted: list[Request] = []  # since the runner last looked, as are the slots that were left
         self.vacated: list[int] = []
         self.wants_proposals = np.zeros(0, np.int32)  # slots that `offer` is to be called for before the next iteration
@@ -90,34 +56,66 @@ class Scheduler:
         """Queue a request; FIFO."""
         self.waiting.append(request)
 
-    def finish(self, request: Request) -> None:
-        """Forget a request, wherever it is, and free what it holds."""
+    def finish(self, request: Request, *, sound: bool = True) -> None:
+        """Forget a request, wherever it is, and free what it holds on both pools. sound: its KV may serve others."""
+        self._lost.pop(request, None)
         if request.slot >= 0:
-            self._leave(request)
+            self._leave(request, sound)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a running request off the device; it waits at the head of the queue and computes its KV again."""
-        slot = request.slot
-        self.counters.num_preemptions += 1
-        self.counters.num_recomputed_tokens += int(self.computed[slot])
-        request.metrics.num_preemptions += 1
-        self._leave(request)
+        """Take a running request off the device, as the policy does it."""
+        self.kv_policy.displace(self, request.slot)
+
+    def recompute(self, slot: int) -> None:
+        """Take a request off the device; it waits at the head of the queue and computes its KV again."""
+        request = self._at(slot)
+        self._preempted(request)
+        self._lost[request] = int(self.computed[slot])
+        self.counters.num_recomputed_tokens += self._lost[request]
+        self._leave(request, True)
         self.waiting.appendleft(request)
+
+    def swap(self, slot: int) -> bool:
+        """Send a running request to the host, its drafts dropped; False and no change if there is no room."""
+        length = int(self.length[slot])
+        if not self.memory.swap_out(slot, int(self.computed[slot]), length, int(self.limit[slot])):
+            return False
+        self._preempted(self._at(slot))
+        self.phases.end(slot)
+        self.active[slot] = False
+        self.drafted[slot] = self.proposed[slot] = self.target[slot] = 0
+        return True
+
+    def movable(self) -> np.ndarray:
+        """Slots whose requests run and can be taken off the device now."""
+        return np.flatnonzero(self.active)
 
     @property
     def num_running(self) -> int:
-        return len(self.requests) - len(self._free)
+        """Requests on the device or on their way to it for the first time."""
+        return len(self.requests) - len(self._free) - len(self.memory.swapper)
 
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.waiting) or self.num_running > 0
+        """Whether any request waits, runs or is swapped."""
+        return bool(self.waiting) or len(self._free) < len(self.requests)
 
-    def _leave(self, request: Request) -> None:
+    def _at(self, slot: int) -> Request:
+        request = self.requests[slot]
+        if request is None:
+            raise RuntimeError(f"slot {slot} is in use without a request")
+        return request
+
+    def _preempted(self, request: Request) -> None:
+        self.counters.num_preemptions += 1
+        request.metrics.num_preemptions += 1
+
+    def _leave(self, request: Request, sound: bool) -> None:
         slot = request.slot
         self.phases.end(slot)
-        self.pages.release(slot)
+        in_place = sound and self.active[slot]  # not on the host, nor on its way back, nor lost on it
+        self.memory.release(slot, request, int(self.computed[slot]) if in_place else 0)
         self.requests[slot] = None
         self.active[slot] = False
         self._free.append(slot)
@@ -126,30 +124,61 @@ class Scheduler:
             self.admitted.remove(request)
         request.slot = -1
 
+    def _settle(self) -> None:
+        """What copies brought that have ended."""
+        returned, loaded = self.memory.take_ended()
+        for slot, tokens in returned:
+            if tokens < 0:
+                self.recompute(slot)
+                continue
+            self._arrive(slot)
+            if self.length[slot] - self.computed[slot] == 1:
+                self._begin_round(slot)
+        for slot, tokens in loaded:
+            self._found(slot, tokens - int(self.computed[slot]))
+            self._arrive(slot)
+
+    def _arrive(self, slot: int) -> None:
+        self._arrivals += 1
+        self.order[slot] = self._arrivals
+        self.active[slot] = True
+
     def _admit(self) -> None:
-        """FIFO: the head of the queue waits for pages, and nobody passes it."""
-        while self.waiting and self._free:
-            request = self.waiting[0]
-            tokens = request.num_tokens
-            slot = self._free[-1]
-            held = request.limit if self.reserve else tokens + 1
-            if not self.pages.grow(slot, min(held, request.limit), request.limit):
+        """Swapped requests resume before new ones start. FIFO: the head of a queue waits for pages, and nobody passes it."""
+        memory = self.memory
+        memory.resume(idle=not self.active.any() and not len(memory.transfers))
+        self._settle()
+        while self.waiting and self._free and not memory.swapper.queue:
+            request, slot = self.waiting[0], self._free[-1]
+            placement = memory.place(slot, request, self.kv_policy.first_tokens(request))
+            if placement is None:
                 return
             self.waiting.popleft()
             self._free.pop()
-            self._seat(request, slot, tokens)
+            self._seat(request, slot, request.num_tokens)
+            self._found(slot, placement.cached)
+            if not placement.loading:
+                self._arrive(slot)
+
+    def _found(self, slot: int, tokens: int) -> None:
+        """The KV of more tokens of a request was there already."""
+        request = self._at(slot)
+        self.computed[slot] += tokens
+        if request in self._lost:
+            self.counters.num_recomputed_tokens -= min(tokens, self._lost[request])
+        else:
+            request.num_cached_tokens += tokens
+            self.counters.num_cached_tokens += tokens
 
     def _seat(self, request: Request, slot: int, tokens: int) -> None:
-        self._admissions += 1
         request.slot = slot
         self.requests[slot] = request
-        self.active[slot] = True
         self.length[slot], self.computed[slot], self.drafted[slot], self.proposed[slot], self.target[slot] = tokens, 0, 0, 0, 0
         traits = request.traits
         self.policy[slot], self.most[slot] = traits.policy, traits.k
         self.selects[slot], self.proposes[slot] = traits.selects, traits.proposes
-        self.limit[slot], self.order[slot] = request.limit, self._admissions
-        self.selected[slot] = False
+        self.limit[slot] = request.limit
+        self.selected[slot] = self.published[slot] = False
         self.min_length[slot] = len(request.prompt_token_ids) + request.params.min_tokens
         ids = sorted(request.stop_ids)
         if len(ids) > self.stop_ids.shape[1]:
@@ -163,11 +192,13 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next iteration, or None when nothing can run."""
+        self.memory.poll()
+        self._settle()
         self._admit()
-        while True:
-            plan = self._plan()
-            if plan is None or self._hold(plan):
-                break
+        self.kv_policy.ahead(self)
+        plan = self._plan()
+        while plan is not None and (count := self._hold(plan)):
+            plan = self._plan() if self.kv_policy.relieve(self, count) else self._affordable(plan)
         if plan is not None:
             self.now += 1
             self.counters.iterations += 1
@@ -197,20 +228,24 @@ class Scheduler:
             collect &= np.array([self.draft_length(int(p)) > 0 for p in range(int(self.policy.max()) + 1)])[self.policy[slots]]
         return StepPlan(slots, starts, rows, np.where(emit | sparse, drafted, 0).astype(np.int32), sparse, emit, collect)
 
-    def _hold(self, plan: StepPlan) -> bool:
-        """Take the pages that the plan writes to. False: a request had to be preempted, plan again."""
+    def _hold(self, plan: StepPlan) -> int:
+        """Take the pages that the plan writes to; gives how many are missing, and then none was taken."""
         ends = plan.starts + plan.rows
-        for i in np.flatnonzero(self.pages.needed(ends) > self.pages.counts[plan.slots]):
-            slot, end = int(plan.slots[i]), int(ends[i])
-            while not self.pages.grow(slot, end):
-                running = np.flatnonzero(self.active)
-                victim = int(running[np.argmax(self.order[running])])
-                request = self.requests[victim]
-                if request is None:
-                    raise RuntimeError(f"slot {victim} is active without a request")
-                self.preempt(request)
-                return False
-        return True
+        count = int(self.memory.missing(plan.slots, ends).sum())
+        if count:
+            if not self.memory.secure(count):
+                return count
+            self.memory.grow(plan.slots, ends, count)
+        return 0
+
+    def _affordable(self, plan: StepPlan) -> StepPlan | None:
+        """The items for which there are pages, those longest on the device first; the others sit this iteration out."""
+        missing = self.memory.missing(plan.slots, plan.starts + plan.rows)
+        order = np.argsort(self.order[plan.slots])
+        kept = np.zeros(plan.num_items, bool)
+        kept[order] = (np.cumsum(missing[order]) <= self.memory.num_free) | (missing[order] == 0)
+        self.counters.num_stalled_rows += int(plan.rows[~kept].sum())
+        return plan.take(kept) if kept.any() else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Commit]:
         """Take a step's results into the state: the one place where tokens and KV become committed."""
@@ -222,11 +257,12 @@ class Scheduler:
             return []
         emitting = slots[result.items]
         self.selected[emitting] = plan.collect[result.items]
-        counts, ended, stopped = self._cut(emitting, result)
+        counts, ended, stopped = cut(result, self.length[emitting], self.limit[emitting], self.min_length[emitting],
+                                     self.stop_ids[emitting])
         drafted = plan.drafted[result.items]
         accepted = np.minimum(result.num_tokens - 1 + result.bad, counts)
         bad = result.bad & ~ended & ~stopped
-        self._count(drafted, accepted, counts)
+        self.counters.count(drafted, accepted, counts)
         self.length[emitting] += counts
         self.computed[emitting] = self.length[emitting] - 1
         self.drafted[emitting] = 0
@@ -241,6 +277,8 @@ class Scheduler:
             commits.append(Commit(request, int(result.items[i]), tokens, int(drafted[i]), int(accepted[i]), reason,
                                   tokens[-1] if stopped[i] else None, bool(bad[i])))
             if reason is None and not bad[i]:
+                if not self.published[slot]:
+                    self._publish(slot, request)
                 self._begin_round(slot)
         begun = emitting[self.active[emitting] & self.proposes[emitting] & (self.target[emitting] > 0)]
         self.wants_proposals = np.concatenate([self.wants_proposals, begun.astype(np.int32)])
@@ -279,6 +317,12 @@ class Scheduler:
         self.drafted[direct] = self.target[direct] = counts[~checked]
         self.wants_proposals = np.zeros(0, np.int32)
 
+    def _publish(self, slot: int, request: Request) -> None:
+        """A request's prompt is computed: others may share it."""
+        self.published[slot] = True
+        self._lost.pop(request, None)
+        self.memory.prefixes.publish(slot, request, int(self.computed[slot]))
+
     def _begin_round(self, slot: int) -> None:
         most = min(self.draft_length(int(self.policy[slot])), int(self.most[slot]), int(self.limit[slot] - self.length[slot]) - 1)
         if self.selects[slot]:
@@ -287,33 +331,9 @@ class Scheduler:
             self.phases.due(self.now, slot)
             self.target[slot] = most if self.proposes[slot] else 0
 
-    def _cut(self, slots: np.ndarray, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How many of each request's new tokens count, whether that ends it, and whether a stop id did."""
-        width = result.tokens.shape[1]
-        column = np.arange(width)
-        counts = np.minimum(result.num_tokens, self.limit[slots] - self.length[slots])
-        place = self.length[slots][:, None] + column  # index of the token in its sequence
-        is_stop = (result.tokens[:, :, None] == self.stop_ids[slots][:, None, :]).any(-1)
-        is_stop &= (place + 1 >= self.min_length[slots][:, None]) & (column < counts[:, None])
-        first = np.where(is_stop.any(1), is_stop.argmax(1), width)
-        stopped = first < counts
-        counts = np.where(stopped, first + 1, counts)
-        return counts, self.length[slots] + counts >= self.limit[slots], stopped
-
-    def _count(self, drafted: np.ndarray, accepted: np.ndarray, counts: np.ndarray) -> None:
-        c = self.counters
-        c.num_target_passes += len(drafted)
-        c.num_drafts += int((drafted > 0).sum())
-        c.num_draft_tokens += int(drafted.sum())
-        c.num_accepted_tokens += int(accepted[drafted > 0].sum())
-        c.num_emitted_tokens += int(counts.sum())
-        for position in range(int(drafted.max(initial=0))):
-            c.accepted_per_position[position] += int((accepted > position).sum())
-            c.drafted_per_position[position] += int((drafted > position).sum())
-
     def check(self) -> None:
         """Integrity of slots and pages. Raises RuntimeError."""
-        self.pages.check()
+        self.memory.check()
         for slot, request in enumerate(self.requests):
-            if (request is not None) != bool(self.active[slot]) or (request is None and self.pages.counts[slot]):
+            if request is None and (self.active[slot] or self.memory.pages.counts[slot]):
                 raise RuntimeError(f"slot {slot} is out of step with its request")

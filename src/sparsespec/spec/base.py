@@ -22,6 +22,8 @@ from sparsespec.config.model import ModelConfig
 from sparsespec.config.speculative import SpeculativeConfig
 from sparsespec.core.request import DraftTraits, Request
 
+_ALL = 1 << 30  # more rows than any prompt has
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -156,7 +158,8 @@ class DraftPolicy:
 
     def traits(self, index: int) -> DraftTraits:
         """What the scheduler has to know of it, as the engine's policy number `index`."""
-        return DraftTraits(index, self.config.num_speculative_tokens if self.drafts else 0, self.selects, self.proposes)
+        rows = _ALL if self.feature_layers else self.score_rows(_ALL, True) if self.selects else 1
+        return DraftTraits(index, self.config.num_speculative_tokens if self.drafts else 0, self.selects, self.proposes, rows)
 
     # -- selection -------------------------------------------------------------------------------------------------
 
@@ -206,12 +209,3 @@ class DraftPolicy:
     def leave(self, slot: int) -> None:
         """The slot's request is gone."""
         self.state.pop(slot, None)
-
-    def take(self, slot: int) -> Any:
-        """State of the slot's request beyond its selection, to be given back when it returns to the device."""
-        return self.state.get(slot)
-
-    def give(self, slot: int, state: Any) -> None:
-        """The request is back, in this slot, with what `take` gave."""
-        if state is not None:
-            self.state[slot] = state

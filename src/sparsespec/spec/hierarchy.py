@@ -10,7 +10,6 @@ true residual.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -65,10 +64,3 @@ class Hierarchy(DraftPolicy):
     def leave(self, slot: int) -> None:
         self.middle.leave(slot)
         self.proposer.leave(slot)
-
-    def take(self, slot: int) -> Any:
-        return self.middle.take(slot), self.proposer.take(slot)
-
-    def give(self, slot: int, state: Any) -> None:
-        self.middle.give(slot, state[0])
-        self.proposer.give(slot, state[1])

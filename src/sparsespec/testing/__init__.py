@@ -4,7 +4,9 @@
 
 Tiny random models (`tiny_llama`, `tiny_qwen2`, `tiny_qwen3`) and draft heads for them (`tiny_eagle3`), a target that follows
 a script (`scripted`), drafts of one's own (`override_drafts`), single steps (`step`), preemption at will
-(`force_preemption`), page counts, and NaN in all memory that nobody should read (`poison_free_pages`).
+(`force_preemption`), page counts, and NaN in all memory that nobody should read (`poison_free_pages`); late and failing
+copies (`use_copier` with `LateCopier` or `FailingCopier`), a host without memory (`no_host_memory`) and the integrity check
+of both pools (`check_integrity`).
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ from sparsespec.testing.doors import (
     running_requests,
     step,
 )
+from sparsespec.testing.faults import FailingCopier, LateCopier, check_integrity, no_host_memory, use_copier
 from sparsespec.testing.scripted import Script, ScriptedTarget, Wanted, scripted
 from sparsespec.testing.tiny import tiny_eagle3, tiny_llama, tiny_model, tiny_qwen2, tiny_qwen3
 
 __all__ = [
     "DraftOverride",
+    "FailingCopier",
+    "LateCopier",
     "PageCounts",
     "Script",
     "ScriptedTarget",
     "Wanted",
+    "check_integrity",
     "force_preemption",
+    "no_host_memory",
     "override_drafts",
     "page_counts",
     "poison_free_pages",
@@ -40,4 +47,5 @@ __all__ = [
     "tiny_model",
     "tiny_qwen2",
     "tiny_qwen3",
+    "use_copier",
 ]

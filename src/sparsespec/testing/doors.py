@@ -56,12 +56,14 @@ def step(llm: LLM | Engine) -> list[RequestOutput]:
 
 
 def running_requests(llm: LLM | Engine) -> dict[str, Request]:
-    """The requests that hold a slot now, by id (the n completions of one prompt are called id#0, id#1, ...)."""
-    return {r.request_id: r for r in _engine(llm).scheduler.requests if r is not None}
+    """The requests that run on the device now, by id (the n completions of one prompt are called id#0, id#1, ...)."""
+    scheduler = _engine(llm).scheduler
+    running = (scheduler.requests[slot] for slot in scheduler.movable())
+    return {r.request_id: r for r in running if r is not None}
 
 
 def force_preemption(llm: LLM | Engine, request_id: str) -> None:
-    """Take a running request off the device between two steps; it returns to the head of the queue and loses no token.
+    """Take a running request off the device between two steps, as `kv_policy` does it; it loses no token.
 
     Raises InvalidValueError if it is not running.
     """
@@ -78,10 +80,12 @@ def page_counts(llm: LLM | Engine) -> PageCounts:
 
 
 def poison_free_pages(llm: LLM | Engine) -> int:
-    """Fill every page that nobody owns with NaN, which spreads to any result that reads one. Gives how many there were."""
+    """Fill every page that nobody holds with NaN, on both pools; it spreads to any result that reads one. Gives how many."""
     engine = _engine(llm)
-    free = np.flatnonzero(engine.pages.allocator.owner < 0)
-    size = engine.pages.page_size
-    entries = (free[:, None] * size + np.arange(size)).reshape(-1)
-    engine.pool.data[:, :, :, torch.from_numpy(entries).to(engine.pool.device)] = torch.nan
-    return len(free)
+    memory = engine.scheduler.memory
+    free = np.flatnonzero(memory.pages.allocator.refs == 0)
+    engine.pool.planes(memory.pages.page_size)[:, torch.from_numpy(free).to(engine.pool.device)] = torch.nan
+    free_host = np.flatnonzero(memory.host.refs == 0)
+    if engine.host_pool is not None:
+        engine.host_pool.data[torch.from_numpy(free_host)] = torch.nan
+    return len(free) + len(free_host)
