@@ -140,6 +140,15 @@ def test_metrics(server: Running) -> None:
     assert grown("iteration_rows_total", 'phase="draft"') == grown("spec_decode_num_draft_tokens_total") > 0
 
 
+def test_cached_tokens_are_counted(server: Running) -> None:
+    body = {"prompt": "q" * 100, "max_tokens": 2}
+    cached = [server.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert cached[0] == 0
+    assert 0 < cached[1] < 100
+    hits = next(line for line in server.get("/metrics").text.splitlines() if line.startswith("sparsespec:prefix_cache_hits_total"))
+    assert float(hits.rsplit(" ", 1)[1]) >= cached[1]
+
+
 def test_no_tokenizer() -> None:
     with serving(replace(tiny_loaded(), tokenizer=None)) as server:
         r = server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "return_token_ids": True,

@@ -109,7 +109,10 @@ def test_an_engine_that_cannot_be_set_up_again() -> None:
         with clients(server) as answers:
             crash(server)
         assert sorted(r.status_code for r in answers) == [200, 500]
-        assert server.get("/health").status_code == 503
+        end = time.monotonic() + 5  # clients were told before the attempt was made
+        while server.get("/health").status_code != 503:
+            assert time.monotonic() < end
+        assert server.post("/v1/completions", LONG).status_code == 503
 
 
 def test_what_waited_for_a_crashed_engine_is_served_by_its_successor() -> None:

@@ -16,6 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +86,7 @@ class AsyncEngine:
         self.request_timeout = request_timeout
         self.observer: RequestObserver = Unobserved()
         self._thread = EngineLoop(engine, make_engine or partial(Engine, engine.config, engine.loaded), self)
+        self._compiler = ThreadPoolExecutor(1, "sparsespec-grammar")
         self._tracked: dict[str, _Tracked] = {}
         self._pending = 0  # completions that wait or run
         self._finish_times: deque[float] = deque(maxlen=64)
@@ -133,6 +135,8 @@ class AsyncEngine:
         none is queued), OverloadedError, UnavailableError.
         """
         self._check_room(submissions)
+        if await self._compile(submissions):
+            self._check_room(submissions)  # others came meanwhile
         outputs = OutputStream([s.request_id for s in submissions], self._leave, deltas=stream)
         limit = min((t for t in (timeout, self.request_timeout) if t is not None), default=None)
         try:
@@ -162,6 +166,17 @@ class AsyncEngine:
     def call(self, command: Callable[[Engine], T]) -> asyncio.Future[T]:
         """Run a function of the engine between two of its steps."""
         return asyncio.wrap_future(self._thread.submit(command))
+
+    async def _compile(self, submissions: Sequence[Submission]) -> bool:
+        """Compile grammars outside the engine's thread, which then finds them ready. False: there are none."""
+        engine = self._thread.engine
+        wanted = {id(s.params): s.params for s in submissions
+                  if s.params.structured_outputs is not None or s.params.thinking_token_budget is not None}
+        if engine is None or not wanted:
+            return False
+        for params in wanted.values():
+            await asyncio.get_running_loop().run_in_executor(self._compiler, engine.admission.constraints.compile, params)
+        return True
 
     def _check_room(self, submissions: Sequence[Submission]) -> None:
         if self._failure is not None:
@@ -304,6 +319,7 @@ class AsyncEngine:
         self._draining = True
         if self._watch is not None:
             self._watch.cancel()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._thread.stop, _STOP_WAIT)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from sparsespec.core.outputs import CompletionOutput, RequestOutput
 from sparsespec.server.encoding import encode
 from sparsespec.server.logprobs import LogprobWriter, prompt_logprobs
-from sparsespec.server.parsing import ChoiceParser, Parsing, Piece, ToolCallDelta
+from sparsespec.server.parsing import AnyCallDelta, ChoiceParser, Parsing, Piece
 from sparsespec.server.protocol.chat import ChatCompletionRequest
 from sparsespec.server.service import Service
 from sparsespec.server.sse import DONE
@@ -131,13 +131,13 @@ class ChatAnswer:
         return {"speculation": self.counter.speculation()} if self.body.return_speculation else {}
 
 
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+def _call_delta(call: AnyCallDelta) -> dict[str, Any]:
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _join_calls(deltas: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+def _join_calls(deltas: Sequence[AnyCallDelta]) -> list[dict[str, Any]]:
     calls: dict[int, dict[str, Any]] = {}
     for d in deltas:
         call = calls.setdefault(d.index, {"id": d.id, "type": "function", "function": {"name": d.name, "arguments": ""}})

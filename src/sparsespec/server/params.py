@@ -62,8 +62,7 @@ def with_reasoning(params: SamplingParams, end_str: str | None, budget: int | No
                                "Start it with --reasoning-parser")
     if end_str is None or (budget is None and params.structured_outputs is None):
         return params
-    changes: dict[str, Any] = {"reasoning_end_str": end_str, "thinking_token_budget": budget}
-    return replace(params, **changes)
+    return replace(params, reasoning_end_str=end_str, thinking_token_budget=budget)
 
 
 def _common(body: GenerationBody) -> dict[str, Any]:
@@ -75,9 +74,6 @@ def _common(body: GenerationBody) -> dict[str, Any]:
     stop = values.get("stop")
     if stop is not None and sum(map(len, [stop] if isinstance(stop, str) else stop)) > _MAX_STOP_CHARS:
         raise InvalidValueError("stop", "...", f"more than {_MAX_STOP_CHARS} characters in all", "Give shorter strings")
-    if "speculative_config" in values and "speculative_config" not in SamplingParams.__dataclass_fields__:
-        raise UnsupportedError("speculative_config", values["speculative_config"], "not a setting of single requests",
-                               "Give it when the server starts")
     structure = _structure(body)
     if structure is not None:
         values["structured_outputs"] = structure

@@ -6,50 +6,34 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Protocol
 
 from sparsespec.config.server import ServerConfig
 from sparsespec.core.errors import UnsupportedError
 from sparsespec.server.protocol.chat import ChatCompletionRequest
 from sparsespec.server.protocol.common import NamedTool
+from sparsespec.server.reasoning import ReasoningParser, ends_in_thinking, make_reasoning_parser
 from sparsespec.server.render import Prompt
-
-
-class ToolCallDelta(Protocol):
-    """A call's index in the message, its id and name (None after its first delta), and a fragment of its arguments."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def id(self) -> str | None: ...
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def arguments(self) -> str: ...
-
-
-class ReasoningParser(Protocol):
-    """server/reasoning.py."""
-
-    def feed(self, delta_text: str, finished: bool = False) -> tuple[str, str]: ...
-    def reasoning_tokens(self, token_ids: Sequence[int]) -> int: ...
-
-
-class ToolParser(Protocol):
-    """server/tools.py."""
-
-    def feed(self, delta_text: str, finished: bool = False) -> tuple[str, Sequence[ToolCallDelta]]: ...
+from sparsespec.server.tools import ToolCallDelta, make_tool_parser
 
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A ToolCallDelta of a forced call."""
+    """A part of a forced call. id, name: None after its first one."""
 
     index: int
     id: str | None
     name: str | None
     arguments: str
+
+
+AnyCallDelta = ToolCallDelta | CallDelta
+
+
+class ToolParser(Protocol):
+    """What finds calls in a text."""
+
+    def feed(self, delta_text: str, finished: bool = False) -> tuple[str, Sequence[AnyCallDelta]]: ...
 
 
 class NamedCall:
@@ -58,7 +42,7 @@ class NamedCall:
     def __init__(self, name: str) -> None:
         self._name: str | None = name
 
-    def feed(self, delta_text: str, finished: bool = False) -> tuple[str, list[ToolCallDelta]]:
+    def feed(self, delta_text: str, finished: bool = False) -> tuple[str, list[CallDelta]]:
         if self._name is None:
             return "", [CallDelta(0, None, None, delta_text)] if delta_text else []
         if not delta_text:
@@ -73,7 +57,7 @@ class RequiredCalls:
     def __init__(self) -> None:
         self._text = ""
 
-    def feed(self, delta_text: str, finished: bool = False) -> tuple[str, list[ToolCallDelta]]:
+    def feed(self, delta_text: str, finished: bool = False) -> tuple[str, list[CallDelta]]:
         self._text += delta_text
         if not finished:
             return "", []
@@ -95,7 +79,7 @@ class Piece:
 
     reasoning: str = ""
     content: str = ""
-    calls: list[ToolCallDelta] = field(default_factory=list)
+    calls: list[AnyCallDelta] = field(default_factory=list)
 
 
 class ChoiceParser:
@@ -125,7 +109,8 @@ class Parsing:
     """
 
     def __init__(self, config: ServerConfig, body: ChatCompletionRequest, prompt: Prompt, tokenizer: Any) -> None:
-        self._reasoning = _reasoning_factory(config, str(prompt["prompt"]), tokenizer)
+        text = str(prompt["prompt"])
+        self._reasoning = _reasoning_factory(config, text, tokenizer)
         self._tools = _tool_factory(config, body)
         self._one_call = body.parallel_tool_calls is False
         self.calls_end = "stop" if isinstance(body.tool_choice, NamedTool) else "tool_calls"
@@ -134,8 +119,7 @@ class Parsing:
         if self._reasoning is not None:
             parser = self._reasoning()
             self.count_reasoning = parser.reasoning_tokens
-            end: str = parser.end_str
-            self.end_str = end if not str(prompt["prompt"]).rstrip().endswith(end) else None
+            self.end_str = parser.end_str if not text.rstrip().endswith(parser.end_str) else None
 
     def choice(self) -> ChoiceParser:
         """A parser for one choice."""
@@ -143,13 +127,12 @@ class Parsing:
                             self._tools() if self._tools is not None else None, self._one_call)
 
 
-def _reasoning_factory(config: ServerConfig, prompt: str, tokenizer: Any) -> Callable[[], Any] | None:
+def _reasoning_factory(config: ServerConfig, prompt: str, tokenizer: Any) -> Callable[[], ReasoningParser] | None:
     name = config.reasoning_parser
     if name is None:
         return None
-    module = import_module("sparsespec.server.reasoning")
-    opened = module.ends_in_thinking(prompt, name)
-    return lambda: module.make_reasoning_parser(name, tokenizer, prompt_ends_in_thinking=opened)
+    opened = ends_in_thinking(prompt, name)
+    return lambda: make_reasoning_parser(name, tokenizer, prompt_ends_in_thinking=opened)
 
 
 def _tool_factory(config: ServerConfig, body: ChatCompletionRequest) -> Callable[[], ToolParser] | None:
@@ -167,5 +150,4 @@ def _tool_factory(config: ServerConfig, body: ChatCompletionRequest) -> Callable
             return None
         raise UnsupportedError("tool_choice", choice, "the server does not look for tool calls",
                                "Start it with --enable-auto-tool-choice and --tool-call-parser, or name a tool")
-    factory: Callable[[], ToolParser] = lambda: import_module("sparsespec.server.tools").make_tool_parser(name)  # noqa: E731
-    return factory
+    return lambda: make_tool_parser(name)
