@@ -20,16 +20,29 @@ _FORMATS = {
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "uri-reference",
     "json-pointer", "relative-json-pointer",
 }
+_TYPED = {  # what says something about values of one type alone, and nothing to xgrammar if no type is given
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern", "format",
+}
+_BRANCHES = ("anyOf", "oneOf", "allOf")
+_ALONE = ("enum", "const", "$ref", *_BRANCHES)  # what xgrammar looks at first, and then at nothing else
+_VALIDATION = _TYPED | {
+    "type", "items", "prefixItems", "minItems", "maxItems", "properties", "required", "additionalProperties", "minProperties",
+    "maxProperties", "patternProperties", "propertyNames", "unevaluatedProperties", *_ALONE,
+}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),), "array": (list,),
+    "object": (dict,),
+}
 _SCHEMA = {"items", "additionalProperties", "propertyNames", "unevaluatedProperties"}  # keywords that hold a schema,
-_SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}  # a list of them,
+_SCHEMA_LISTS = {*_BRANCHES, "prefixItems"}  # a list of them,
 _SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # or a mapping to them
 
 
 def parse_schema(source: str) -> dict[str, Any]:
     """The schema in a text, checked. Raises InvalidValueError or UnsupportedError (see the module).
 
-    Annotations and keywords that JSON Schema does not know are let through, as the standard says. oneOf is taken as anyOf
-    where its branches overlap.
+    Annotations and keywords that JSON Schema does not know are let through, as the standard says. What xgrammar itself
+    warns of, such as branches of oneOf that overlap, is refused when the grammar is tried (see trial.py).
     """
     try:
         schema = json.loads(source)
@@ -42,7 +55,7 @@ def parse_schema(source: str) -> dict[str, Any]:
     for part in _parts(schema):
         try:
             _check(part)
-        except TypeError as e:
+        except (TypeError, KeyError) as e:
             raise InvalidValueError(_FIELD, part, f"a keyword's value is of the wrong kind ({e})", "See json-schema.org") from e
     return schema
 
@@ -77,11 +90,17 @@ def _check(part: dict[str, Any]) -> None:
     for key in _UNSUPPORTED & part.keys():
         if part[key] is not False:  # uniqueItems: false asks for nothing
             raise UnsupportedError(f"{_FIELD}: {key}", part[key], "no grammar can hold an output to it", "Leave it out")
-    if len(part.get("allOf") or ()) > 1:
-        raise UnsupportedError(f"{_FIELD}: allOf", part["allOf"], "more than one branch", "Merge the branches")
-    if "pattern" in part and ("minLength" in part or "maxLength" in part):
-        raise UnsupportedError(f"{_FIELD}: pattern", part["pattern"], "together with minLength or maxLength",
-                               "Put the length into the pattern")
+    for first in [key for key in _ALONE if key in part][:1]:
+        for key in sorted(_VALIDATION & part.keys() - {first}):
+            if key != "type" or not _agrees(part[key], first, part[first]):
+                raise UnsupportedError(f"{_FIELD}: {key}", part[key], f"beside {first}, which alone would hold",
+                                       "Make one of them")
+    for key in sorted(_TYPED & part.keys()):
+        if "type" not in part:
+            raise UnsupportedError(f"{_FIELD}: {key}", part[key], "without a type", "Say which type it is for")
+    for key, other in (("pattern", "format"), ("propertyNames", "properties"), ("propertyNames", "patternProperties")):
+        if key in part and other in part:
+            raise UnsupportedError(f"{_FIELD}: {key}", part[key], f"together with {other}", "Give one of them")
     if part.get("format", "date") not in _FORMATS:
         raise UnsupportedError(f"{_FIELD}: format", part["format"], "not a known format", f"Known: {', '.join(sorted(_FORMATS))}")
     reference = part.get("$ref", "#")
@@ -90,3 +109,12 @@ def _check(part: dict[str, Any]) -> None:
     missing = set(part.get("required") or ()) - set(part.get("properties") or ())
     if missing:
         raise UnsupportedError(f"{_FIELD}: required", sorted(missing), "not among the properties", "Describe them in properties")
+
+
+def _agrees(kind: Any, key: str, value: Any) -> bool:
+    """Whether a schema's type asks for nothing that is not in its enum, const or branches already."""
+    if key in ("enum", "const"):
+        allowed = tuple(t for k in ([kind] if isinstance(kind, str) else kind) for t in _TYPES[k])
+        return all(isinstance(v, allowed) and (not isinstance(v, bool) or bool in allowed)
+                   for v in (value if key == "enum" else [value]))
+    return key in _BRANCHES and all(isinstance(branch, dict) and branch.get("type") == kind for branch in value)
