@@ -1,8 +1,7 @@
-"""The exact engine: the real scheduler, page table and phases, step by step, with a scripted device. The one file that knows them.
+"""The exact engine: the real scheduler and KV manager, step by step, with a scripted device. The one file that knows them.
 
-The device accepts drafts by chance and takes the time that the cost model gives to the plan's rows and KV. What the scheduler does
-not do itself is modelled here or refused: swapping to the host is its preemption with the later rows charged as a copy (so the
-victim is the last admitted, not the first), delayed verification is refused.
+The device accepts drafts by chance and takes the time that the cost model gives to the plan's rows and KV. Copies to and from
+the host take their time on a link, one after the other, beside the steps. Delayed verification is refused.
 """
 
 from __future__ import annotations
@@ -17,17 +16,36 @@ from sparsespec.core.errors import CapacityError, UnsupportedError
 from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import DraftTraits, Request
 from sparsespec.core.sampling_params import SamplingParams
+from sparsespec.kv.allocator import IntArray
+from sparsespec.kv.copier import Side
 from sparsespec.kv.table import PageTable
 from sparsespec.plan.costs import CostModel
 from sparsespec.plan.options import DraftOptions, SystemOptions
 from sparsespec.plan.report import Report, latencies
 from sparsespec.plan.workload import Load
+from sparsespec.scheduler.kv_policy import make_kv_policy
+from sparsespec.scheduler.memory import Memory
 from sparsespec.scheduler.phases import make_phases
 from sparsespec.scheduler.scheduler import Scheduler
 
 _PAGE = 16
 _WINDOW = 4  # rounds within which GEMM rows are compared
 _TOKEN = 1  # what the scripted device always says
+_HOST = 4  # size of the host pool, in device pools
+
+
+class _Link:
+    """The copier: a copy is done when the link has had the time for it. `now`, in ms, is set by whoever keeps the time."""
+
+    def __init__(self, ms_per_page: float) -> None:
+        self.ms_per_page, self.now, self.free = ms_per_page, 0.0, 0.0
+
+    def copy(self, src: Side, dst: Side, src_pages: IntArray, dst_pages: IntArray) -> float:
+        self.free = max(self.free, self.now) + len(src_pages) * self.ms_per_page
+        return self.free
+
+    def done(self, handle: float) -> bool:
+        return self.now >= handle
 
 
 @dataclass
@@ -39,8 +57,6 @@ class _Meter:
     loaded: float = 0.0
     running: float = 0.0
     busy: float = 0.0
-    transfer: float = 0.0
-    restored: int = 0
     rows: list[int] = field(default_factory=list)
     rows_loaded: list[int] = field(default_factory=list)
 
@@ -65,10 +81,11 @@ class Exact:
         table = PageTable(slots, most, self.page, capacity // self.page)
         self.capacity = table.capacity
         drafts = max(self.k, 1)
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, table,
-                                   make_phases(system.schedule, drafts, slots), drafts, lambda policy: self.k,
-                                   reserve=system.kv_policy == "reserve")
-        self.swaps = system.kv_policy == "offload"
+        self.link = _Link(costs.transfer(self.page))
+        memory = Memory(table, host_pages=_HOST * table.allocator.num_pages, copier=self.link, round_tokens=self.k + 1)
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, memory,
+                                   make_kv_policy(system.kv_policy, host=True), make_phases(system.schedule, drafts, slots), drafts,
+                                   lambda policy: self.k)
         self.now, self.blocked = 0.0, False
         self.meter = _Meter()
         self.finished = np.zeros(len(load))
@@ -86,7 +103,11 @@ class Exact:
                 numbers[request] = coming
                 s.add(request)
                 coming += 1
+            self.link.now = self.now
             plan = s.schedule()
+            if plan is None and len(s.memory.transfers):
+                self.now = max(self.now, self.link.free)  # everybody waits for copies
+                continue
             if plan is None:
                 raise CapacityError("kv_cache_tokens", self.capacity, "no request can run", "Give a larger pool")
             self._charge(plan)
@@ -117,12 +138,10 @@ class Exact:
         m, s, costs = self.meter, self.scheduler, self.costs
         ends = (plan.starts + plan.rows).astype(np.int64)
         prefill = ~plan.sparse & (plan.rows > plan.drafted + 1)
-        copied = self._restored(plan, prefill)
-        rows = plan.num_rows - int((plan.rows[copied] - 1).sum())
         views = np.maximum(self.draft.sparse_attn_ratio * ends, self.draft.min_budget) + plan.drafted + 1
-        device = costs.gemm(rows) + costs.overhead() + costs.attention(
+        device = costs.gemm(plan.num_rows) + costs.overhead() + costs.attention(
             float(ends[~plan.sparse].sum()), float(np.minimum(ends, views)[plan.sparse].sum()), scored=self.k > 0)
-        for i in np.flatnonzero(prefill & ~copied).tolist():
+        for i in np.flatnonzero(prefill).tolist():
             device += costs.prefill_attention(int(plan.rows[i]), int(ends[i]))
         running, kv = s.num_running, int(ends.sum())
         ms = costs.step(device, running, self.system.verification)
@@ -138,32 +157,21 @@ class Exact:
             m.rows_loaded.append(decoding)
         self.now += ms
 
-    def _restored(self, plan: StepPlan, prefill: np.ndarray) -> np.ndarray:
-        """Which prefill chunks stand for KV that comes back from the host."""
-        copied = np.zeros(plan.num_items, bool)
-        if self.swaps:
-            for i in np.flatnonzero(prefill).tolist():
-                request = self.scheduler.requests[plan.slots[i]]
-                copied[i] = request is not None and request.metrics.num_preemptions > 0
-            tokens = int(plan.rows[copied].sum())
-            self.meter.restored += tokens
-            self.meter.transfer += 2 * self.costs.transfer(tokens)  # and once out
-        return copied
-
     def _report(self, name: str, wall: float) -> Report:
         m, c = self.meter, self.scheduler.counters
         seconds = float(self.finished.max()) / 1e3
         mean, std = _spread(np.array(m.rows_loaded or m.rows, float), _WINDOW * (self.k + 1))
         p50, p99 = latencies(self.finished / 1e3, self.load.arrivals)
         span = seconds * 1e3
-        lost = c.num_recomputed_tokens
+        swapper = self.scheduler.memory.swapper
+        link = self.costs.transfer(swapper.offloaded_tokens + swapper.restored_tokens)
         return Report(
             name=name, system=self.system, requests=len(self.load), output_tokens=c.num_emitted_tokens, seconds=seconds,
             latency_p50=p50, latency_p99=p99, pool_use=m.kv / self.capacity / span,
             pool_use_loaded=m.kv_loaded / self.capacity / m.loaded if m.loaded else None, loaded_seconds=m.loaded / 1e3,
             mean_running=m.running / span, slot_use=1.0, stalled_slots=0.0, iterations=c.iterations, step_ms=m.busy / c.iterations,
-            gemm_rows_mean=mean, gemm_rows_std=std, preemptions=c.num_preemptions, recomputed_tokens=0 if self.swaps else lost,
-            offloaded_tokens=lost if self.swaps else 0, restored_tokens=m.restored, link_use=m.transfer / 2 / span,
+            gemm_rows_mean=mean, gemm_rows_std=std, preemptions=c.num_preemptions, recomputed_tokens=c.num_recomputed_tokens,
+            offloaded_tokens=swapper.offloaded_tokens, restored_tokens=swapper.restored_tokens, link_use=link / 2 / span,
             transfer_wait=0.0, wall_seconds=wall)
 
 
