@@ -148,8 +148,8 @@ def test_rope_factors_are_llama3(tmp_path: Path) -> None:
 def test_what_is_not_supported(tmp_path: Path) -> None:
     model = tiny("llama")
     path = tmp_path / "m.gguf"
-    write(path, model, {"ffn_up.weight": Kind.Q5_1})
-    refuse(path, "blk.0.ffn_up.weight", "Q5_1", "Q4_K")
+    write(path, model, {"ffn_up.weight": Kind.MXFP4})
+    refuse(path, "blk.0.ffn_up.weight", "MXFP4", "Q4_K")
     write(path, model, architecture="mamba")
     refuse(path, "'mamba'", "llama, qwen2, qwen3")
     write(path, model, extra={"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.2})

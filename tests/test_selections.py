@@ -71,16 +71,36 @@ def best(scores: Tensor, count: int) -> list[list[set[int]]]:
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize("rows", ["all", "accepted", "ends"])
 def test_pillar(rows: str, group: str) -> None:
-    p, probs = policy("pillar", score_rows=rows, score_group=group, min_budget=7, sparse_attn_ratio=0.1), softmax_rows(9, 100)
+    p = policy("pillar", score_rows=rows, score_group=group, score_spread=0, min_budget=7, sparse_attn_ratio=0.1)
+    probs = softmax_rows(9, 100)
     by_row = probs[..., :91].mean(2) if group == "mean" else probs[..., :91].amax(2)
     wanted = {"all": by_row.mean(2), "accepted": by_row[:, :, :3].mean(2), "ends": by_row[:, :, [0, 8]].mean(2)}[rows]
     assert as_sets(selected(p, probs, accepted=3)) == best(wanted, math.ceil(0.1 * (91 + 3 + 1)))
 
 
 def test_pillar_after_the_prompt_scores_as_many_rows_as_a_verification() -> None:
-    p, probs = policy("pillar", num_speculative_tokens=4, min_budget=7), softmax_rows(30, 60)
+    p, probs = policy("pillar", num_speculative_tokens=4, score_spread=0, min_budget=7), softmax_rows(30, 60)
     assert p.score_rows(30, True) == 5
     assert as_sets(selected(p, probs, prompt=True)) == best(probs[..., -5:, :55].mean((2, 3)), 7)
+
+
+def test_pillar_scores_spread_to_the_right() -> None:
+    """An entry has the best score of itself and of the few before it; ties at the budget's edge may go either way."""
+    p, probs = policy("pillar", score_spread=3, min_budget=7), softmax_rows(9, 100)
+    mean = probs[..., :91].mean((2, 3))
+    spread = torch.stack([mean[..., max(0, t - 3):t + 1].amax(-1) for t in range(91)], -1)
+    chosen = selected(p, probs).positions
+    assert chosen.shape[-1] == 7
+    torch.testing.assert_close(spread.gather(-1, chosen).sort(-1).values, spread.topk(7).values.flip(-1))
+
+
+def test_shared_budget_goes_to_the_best_of_all_layers_and_heads() -> None:
+    scores = torch.rand(LAYERS, HEADS, 50, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.6])[:, None]
+    chosen = top_entries(scores, 7, shared=True)
+    assert chosen.counts is not None
+    assert int(chosen.counts.sum()) == 7 * LAYERS * HEADS
+    least = scores.flatten().topk(7 * LAYERS * HEADS).values[-1]
+    assert as_sets(chosen) == [[{t for t in range(50) if scores[i, h, t] >= least} for h in range(HEADS)] for i in range(LAYERS)]
 
 
 def test_specattn() -> None:
@@ -268,7 +288,5 @@ def test_memory_of_ngram_is_per_slot() -> None:
                 for row, n in zip(tokens, (5, 4), strict=True)]
     context = SimpleNamespace(requests=requests, slots=np.array([0, 1]), most=np.array([2, 3]), buffered=lambda i: [])
     assert p.propose(context) == [[3, 1], [4]]  # type: ignore[arg-type]
-    moved = p.take(0)
     p.leave(0)
-    p.give(1, moved)
     assert p.state.keys() == {1}

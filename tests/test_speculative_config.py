@@ -94,7 +94,7 @@ def test_unknown_keys_and_methods() -> None:
 
 def test_a_request_changes_what_it_names_and_keeps_the_rest() -> None:
     policies = PolicySet(config(num_speculative_tokens=6, min_budget=40), MODEL)
-    assert policies.traits(None) == policies.traits({}) == DraftTraits(0, 6, True, False)
+    assert policies.traits(None) == policies.traits({}) == DraftTraits(0, 6, True, False, 7)
     index = policies.traits({"sparse_attn_ratio": 0.3}).policy
     assert policies[index].config == config(num_speculative_tokens=6, min_budget=40, sparse_attn_ratio=0.3)
     assert policies.traits({"sparse_attn_ratio": 0.3}).policy == index

@@ -1,7 +1,7 @@
-"""The exact engine: the real scheduler, page table and phases, step by step, with a scripted device. The one file that knows them.
+"""The exact engine: the real scheduler and KV manager, step by step, with a scripted device. The one file that knows them.
 
-The device accepts drafts by chance and takes the time that the cost model gives to the plan's rows and KV; copies to and from the
-host take theirs on a link of their own, one after the other each way. Delayed verification is refused.
+The device accepts drafts by chance and takes the time that the cost model gives to the plan's rows and KV. Copies to and from
+the host take their time on a link, one after the other, beside the steps. Delayed verification is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,21 @@ from sparsespec.scheduler.scheduler import Scheduler
 _PAGE = 16
 _WINDOW = 4  # rounds within which GEMM rows are compared
 _TOKEN = 1  # what the scripted device always says
+_HOST = 4  # size of the host pool, in device pools
+
+
+class _Link:
+    """The copier: a copy is done when the link has had the time for it. `now`, in ms, is set by whoever keeps the time."""
+
+    def __init__(self, ms_per_page: float) -> None:
+        self.ms_per_page, self.now, self.free = ms_per_page, 0.0, 0.0
+
+    def copy(self, src: Side, dst: Side, src_pages: IntArray, dst_pages: IntArray) -> float:
+        self.free = max(self.free, self.now) + len(src_pages) * self.ms_per_page
+        return self.free
+
+    def done(self, handle: float) -> bool:
+        return self.now >= handle
 
 
 @dataclass
@@ -42,32 +57,8 @@ class _Meter:
     loaded: float = 0.0
     running: float = 0.0
     busy: float = 0.0
-    transfer: float = 0.0
     rows: list[int] = field(default_factory=list)
     rows_loaded: list[int] = field(default_factory=list)
-
-
-class _Link:
-    """Copies that end when the clock says so: a copier of the KV manager."""
-
-    def __init__(self, exact: Exact) -> None:
-        self._exact = exact
-        self._free = {Side.DEVICE: 0.0, Side.HOST: 0.0}  # ms at which the way from a pool is free again
-
-    def copy(self, src: Side, dst: Side, src_pages: IntArray, dst_pages: IntArray) -> float:
-        """Gives the ms at which the copy will have ended."""
-        exact = self._exact
-        took = exact.costs.transfer(len(src_pages) * exact.page)
-        exact.meter.transfer += took
-        self._free[src] = max(self._free[src], exact.now) + took
-        return self._free[src]
-
-    def done(self, handle: float) -> bool:
-        return handle <= self._exact.now
-
-    def next_end(self) -> float:
-        """ms at which the link falls idle."""
-        return max(self._free.values())
 
 
 class Exact:
@@ -90,14 +81,13 @@ class Exact:
         table = PageTable(slots, most, self.page, capacity // self.page)
         self.capacity = table.capacity
         drafts = max(self.k, 1)
+        self.link = _Link(costs.transfer(self.page))
+        memory = Memory(table, host_pages=_HOST * table.allocator.num_pages, copier=self.link, round_tokens=self.k + 1)
+        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, memory,
+                                   make_kv_policy(system.kv_policy, host=True), make_phases(system.schedule, drafts, slots), drafts,
+                                   lambda policy: self.k)
         self.now, self.blocked = 0.0, False
         self.meter = _Meter()
-        self.link = _Link(self)
-        host = table.allocator.num_pages if system.kv_policy == "offload" else 0  # as much as the device holds
-        memory = Memory(table, host_pages=host, copier=self.link, round_tokens=drafts + 1)
-        self.scheduler = Scheduler(SchedulerConfig(max_num_seqs=slots), system.max_num_batched_tokens, memory,
-                                   make_kv_policy(system.kv_policy, host=host > 0), make_phases(system.schedule, drafts, slots),
-                                   drafts, lambda policy: self.k)
         self.finished = np.zeros(len(load))
 
     def run(self, name: str) -> Report:
@@ -113,12 +103,13 @@ class Exact:
                 numbers[request] = coming
                 s.add(request)
                 coming += 1
+            self.link.now = self.now
             plan = s.schedule()
-            if plan is None:
-                if self.link.next_end() <= self.now:
-                    raise CapacityError("kv_cache_tokens", self.capacity, "no request can run", "Give a larger pool")
-                self.now = self.link.next_end()  # all are on their way to or from the host
+            if plan is None and len(s.memory.transfers):
+                self.now = max(self.now, self.link.free)  # everybody waits for copies
                 continue
+            if plan is None:
+                raise CapacityError("kv_cache_tokens", self.capacity, "no request can run", "Give a larger pool")
             self._charge(plan)
             for commit in s.commit(plan, self._device(plan)):
                 if commit.finish_reason is not None:
@@ -173,13 +164,14 @@ class Exact:
         p50, p99 = latencies(self.finished / 1e3, self.load.arrivals)
         span = seconds * 1e3
         swapper = self.scheduler.memory.swapper
+        link = self.costs.transfer(swapper.offloaded_tokens + swapper.restored_tokens)
         return Report(
             name=name, system=self.system, requests=len(self.load), output_tokens=c.num_emitted_tokens, seconds=seconds,
             latency_p50=p50, latency_p99=p99, pool_use=m.kv / self.capacity / span,
             pool_use_loaded=m.kv_loaded / self.capacity / m.loaded if m.loaded else None, loaded_seconds=m.loaded / 1e3,
             mean_running=m.running / span, slot_use=1.0, stalled_slots=0.0, iterations=c.iterations, step_ms=m.busy / c.iterations,
             gemm_rows_mean=mean, gemm_rows_std=std, preemptions=c.num_preemptions, recomputed_tokens=c.num_recomputed_tokens,
-            offloaded_tokens=swapper.offloaded_tokens, restored_tokens=swapper.restored_tokens, link_use=m.transfer / 2 / span,
+            offloaded_tokens=swapper.offloaded_tokens, restored_tokens=swapper.restored_tokens, link_use=link / 2 / span,
             transfer_wait=0.0, wall_seconds=wall)
 
 
