@@ -76,7 +76,7 @@ class Launch:
 
     large_rows: int = 64
     block: int = 64
-    stages: int = 4
+    stages: int = 3
     warps: int = 4
     occupancy: int = 2
 
@@ -166,8 +166,8 @@ class FusedAttention:
             self.selection.positions, self.selection.counts, self.lse, self.scores[layer], layer, s.layers, self.table.shape[1],
             self.selection.positions.shape[3], self.scores.shape[2], keys.stride(0), s.head_dim**-0.5,
             GROUP=s.group, KV_HEADS=s.kv_heads, D=s.head_dim, BLOCK_D=self.block_d, STRIDE=keys.stride(1), PAGE=s.page_size,
-            RING=s.ring, M_SMALL=t.rows[0], M_LARGE=t.rows[1], N_SMALL=t.block, N_LARGE=t.block, STAGES=self.launch.stages,
-            KINDS=self.kinds, num_warps=self.launch.warps)
+            RING=s.ring, M_SMALL=t.rows[0], M_LARGE=t.rows[1], N_SMALL=t.block, N_LARGE=t.block,
+            KINDS=self.kinds, num_warps=self.launch.warps, num_stages=self.launch.stages)
 
     def merge(self, layer: int, out: Tensor) -> None:
         """Combine the tiles that were cut."""

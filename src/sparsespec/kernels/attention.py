@@ -28,11 +28,11 @@ HIDDEN = tl.constexpr(-1.0e30)  # a logit that is not seen; finite, so that noth
 
 @triton.jit
 def _entries(index, hi, count, tail, positions_ptr, table_ptr, PAGE: tl.constexpr):
-    """Positions and pool entries of view indices; past the end the last one again, which is legal to read."""
+    """Pool entries of view indices; past the end the last one again, which is legal to read."""
     i = tl.minimum(index, hi - 1)
     chosen = tl.load(positions_ptr + i, mask=i < count, other=0)
     position = tl.where(i < count, chosen, tail + i - count)
-    return position, tl.load(table_ptr + position // PAGE) * PAGE + position % PAGE
+    return tl.load(table_ptr + position // PAGE) * PAGE + position % PAGE
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
           scores_ptr, head, qtile, lo, hi, part, layer, layers, max_pages, width, score_ld, stride_head, scale,
           GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE: tl.constexpr,
           PAGE: tl.constexpr, RING: tl.constexpr, M: tl.constexpr, PART_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-          STAGES: tl.constexpr, SCORED: tl.constexpr):
+          SCORED: tl.constexpr):
     """One piece of work: view indices [lo, hi) of one query tile."""
     slot, row0 = tl.load(item_ptr), tl.load(item_ptr + 1)
     rows, start, tail = tl.load(item_ptr + 2), tl.load(item_ptr + 3), tl.load(item_ptr + 4)
@@ -59,7 +59,6 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
     d = tl.arange(0, BLOCK_D)
     q_offset = ((row0 + row) * (GROUP * KV_HEADS) + q_head).to(tl.int64) * D
     q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
-    last = start + row
     hi = tl.minimum(hi, count + start + rows - tail)
     log2_scale = scale * 1.4426950408889634
 
@@ -77,18 +76,19 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BLOCK_D], tl.float32)
     n = tl.arange(0, BLOCK_N)
-    for block in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        index = block + n
-        position, entry = _entries(index, hi, count, tail, positions_ptr, table_ptr, PAGE)
-        offset = entry.to(tl.int64)[:, None] * STRIDE + d[None, :]
+    limit = tl.minimum(start + row + count - tail, hi - 1)  # the last index that a row sees
+    entry = _entries(lo + n, hi, count, tail, positions_ptr, table_ptr, PAGE)
+    for block in range(lo, hi, BLOCK_N):
+        offset = entry[:, None] * STRIDE + d[None, :]
         if D == BLOCK_D:
             k = tl.load(k_ptr + offset)
             v = tl.load(v_ptr + offset)
         else:
             k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
             v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)
+        entry = _entries(block + BLOCK_N + n, hi, count, tail, positions_ptr, table_ptr, PAGE)  # ahead of its use
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
-        logits = tl.where((index < hi)[None, :] & (position[None, :] <= last[:, None]), logits, HIDDEN)
+        logits = tl.where((block + n)[None, :] <= limit[:, None], logits, HIDDEN)
         new_top = tl.maximum(top, tl.max(logits, 1))
         p = tl.exp2(logits - new_top[:, None])
         fade = tl.exp2(top - new_top)
@@ -96,7 +96,7 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         if SCORED:
             weight = tl.exp2(tl.minimum(new_top - ref, 20.0)) * share
-            tl.store(scores_ptr + index, tl.sum(p * weight[:, None], 0), mask=index < tl.minimum(hi, score_end))
+            tl.store(scores_ptr + block + n, tl.sum(p * weight[:, None], 0), mask=block + n < tl.minimum(hi, score_end))
         top = new_top
 
     safe = tl.where(total == 0.0, 1.0, total)
@@ -106,7 +106,7 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
         tl.store(out_ptr + q_offset[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty),
                  mask=row_ok[:, None] & (d < D)[None, :])
         keep = tl.load(item_ptr + 9) != 0
-        kept = ((slot.to(tl.int64) * layers + layer) * RING + last % RING) * (GROUP * KV_HEADS) + q_head
+        kept = ((slot.to(tl.int64) * layers + layer) * RING + (start + row) % RING) * (GROUP * KV_HEADS) + q_head
         tl.store(lse_ptr + kept, lse, mask=row_ok & keep & (row >= rows - RING))
     else:
         m = part.to(tl.int64) * PART_ROWS + tl.arange(0, M)
@@ -119,7 +119,7 @@ def attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, s
                      positions_ptr, counts_ptr, lse_ptr, scores_ptr, layer, layers, max_pages, width, score_ld, stride_head,
                      scale, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                      STRIDE: tl.constexpr, PAGE: tl.constexpr, RING: tl.constexpr, M_SMALL: tl.constexpr,
-                     M_LARGE: tl.constexpr, N_SMALL: tl.constexpr, N_LARGE: tl.constexpr, STAGES: tl.constexpr,
+                     M_LARGE: tl.constexpr, N_SMALL: tl.constexpr, N_LARGE: tl.constexpr,
                      KINDS: tl.constexpr):
     """Program p does the work [starts[p], starts[p + 1]). KINDS: bits of the kinds that can occur, the rest is left out.
 
@@ -136,17 +136,17 @@ def attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, s
             if kind == 0:
                 _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_at, table_ptr, positions_ptr, counts_ptr,
                       lse_ptr, scores_ptr, head, qtile, lo, hi, part, layer, layers, max_pages, width, score_ld, stride_head,
-                      scale, GROUP, KV_HEADS, D, BLOCK_D, STRIDE, PAGE, RING, M_SMALL, M_LARGE, N_SMALL, STAGES, False)
+                      scale, GROUP, KV_HEADS, D, BLOCK_D, STRIDE, PAGE, RING, M_SMALL, M_LARGE, N_SMALL, False)
         if KINDS & 2:
             if kind == 1:
                 _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_at, table_ptr, positions_ptr, counts_ptr,
                       lse_ptr, scores_ptr, head, qtile, lo, hi, part, layer, layers, max_pages, width, score_ld, stride_head,
-                      scale, GROUP, KV_HEADS, D, BLOCK_D, STRIDE, PAGE, RING, M_LARGE, M_LARGE, N_LARGE, STAGES, False)
+                      scale, GROUP, KV_HEADS, D, BLOCK_D, STRIDE, PAGE, RING, M_LARGE, M_LARGE, N_LARGE, False)
         if KINDS & 4:
             if kind == 2:
                 _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_at, table_ptr, positions_ptr, counts_ptr,
                       lse_ptr, scores_ptr, head, qtile, lo, hi, part, layer, layers, max_pages, width, score_ld, stride_head,
-                      scale, GROUP, KV_HEADS, D, BLOCK_D, STRIDE, PAGE, RING, M_LARGE, M_LARGE, N_LARGE, STAGES, True)
+                      scale, GROUP, KV_HEADS, D, BLOCK_D, STRIDE, PAGE, RING, M_LARGE, M_LARGE, N_LARGE, True)
 
 
 @triton.jit
