@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsespec.attention.fused import FusedAttention, Items, Launch, Selection, Shape
+from sparsespec.attention.fused import FusedAttention, Launch, Shape
+from sparsespec.attention.items import DeviceViews, Items
 from sparsespec.attention.work import Tiling
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE = 3, 32, 8, 128, 16
@@ -101,8 +102,7 @@ class Batch:
     """Items over a pool, and a selection for its sparse ones."""
 
     items: Items
-    table: Tensor
-    selection: Selection
+    views: DeviceViews
     q: Tensor
 
     @property
@@ -133,16 +133,15 @@ class Batch:
         counts = torch.full((n, LAYERS, KV_HEADS), width, dtype=torch.int32, device=DEVICE)
         scored = collect & ~is_sparse
         items = Items.build(np.arange(n), ends - r, r, sparse=is_sparse, tails=tails, widths=np.where(is_sparse, width, 0),
-                            collect=np.where(scored, np.cumsum(scored) - 1, -1), score_rows=np.where(scored, r, 0),
-                            refs=np.where(scored & refs, r - 1, 0))
+                            score_rows=np.where(scored, r, 0), refs=np.where(scored & refs, r - 1, 0))
         q = torch.randn(int(r.sum()), HEADS, DIM, device=DEVICE).bfloat16()
-        return Batch(items, torch.from_numpy(table).to(DEVICE), Selection(positions, counts), q)
+        return Batch(items, DeviceViews(torch.from_numpy(table).to(DEVICE), PAGE, positions, counts), q)
 
     def part(self, sparse: bool) -> Batch:
         """Only its sparse or only its full items."""
         keep = self.items.sparse == sparse
         fields = {name: getattr(self.items, name)[keep] for name in self.items.__dataclass_fields__}
-        return Batch(Items(**fields), self.table, self.selection, self.q[torch.from_numpy(np.repeat(keep, self.items.rows)).to(DEVICE)])
+        return Batch(Items(**fields), self.views, self.q[torch.from_numpy(np.repeat(keep, self.items.rows)).to(DEVICE)])
 
     def reference(self, pool: Pool, layer: int, item: int) -> tuple[slice, Tensor]:
         """Rows of an item and their outputs in float32."""
@@ -154,8 +153,8 @@ class Batch:
         for head in range(KV_HEADS):
             position = torch.arange(start + rows, device=DEVICE)
             if i.sparse[item]:
-                position = torch.cat((self.selection.positions[slot, layer, head].long(), position[int(i.tails[item]):]))
-            entry = self.table[slot].long()[position // PAGE] * PAGE + position % PAGE
+                position = torch.cat((self.views.positions[slot, layer, head].long(), position[int(i.tails[item]):]))
+            entry = self.views.table[slot].long()[position // PAGE] * PAGE + position % PAGE
             logits = torch.einsum("rgd,ld->rgl", q[:, head], k_all[head, entry].float()) * DIM**-0.5
             last = start + torch.arange(rows, device=DEVICE)[:, None, None]
             out[:, head] = logits.masked_fill(position > last, -torch.inf).softmax(-1) @ v_all[head, entry].float()
@@ -170,13 +169,12 @@ class Runner:
         self.pool, self.batch = pool, batch
         shape = Shape(LAYERS, HEADS, KV_HEADS, DIM, PAGE, 16)
         tiles = len(batch.items.rows) * KV_HEADS if naive else None
-        self.fused = FusedAttention(shape, batch.table, launch, tiles)
-        self.fused.selection = batch.selection
+        self.fused = FusedAttention(shape, batch.views.table.shape[0], DEVICE, launch, tiles)
         if tiling is not None:
             self.fused.tiling = tiling
         if naive:  # one tile size for everything, one program a tile, nothing cut
             self.fused.tiling = Tiling((launch.large_rows, launch.large_rows), launch.block, min_blocks=1 << 20)
-        self.work = self.fused.plan(batch.items)
+        self.work = self.fused.plan(batch.items, batch.views)
         if naive:
             starts = np.arange(len(self.work.pieces) + 1, dtype=np.int32)
             self.fused.staging.part("starts")[:len(starts)] = torch.from_numpy(starts).to(DEVICE)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsespec.attention.fused import FusedAttention, Items, Launch, Selection, Shape
+from sparsespec.attention.fused import FusedAttention, Launch, Shape
+from sparsespec.attention.items import DeviceViews, Items
 
 
 @dataclass
@@ -20,10 +21,9 @@ class Case:
 
     shape: Shape
     items: Items
-    table: Tensor
+    views: DeviceViews
     cache: Tensor
     q: Tensor
-    selection: Selection
 
     @staticmethod
     def random(shape: Shape, rows: list[int], lengths: list[int], sparse: int, seed: int = 0, *, width: int = 12,
@@ -60,24 +60,25 @@ class Case:
         positions[..., -1:][counts[..., None] < width] = 2**31 - 1  # whatever reads past a count goes astray
         scored = (np.arange(n) >= sparse) & (score_rows > 0)
         items = Items.build(slots, starts, rows, sparse=is_sparse, tails=tails, widths=np.where(is_sparse, width, 0),
-                            collect=np.where(scored, np.cumsum(scored) - 1, -1),
                             score_rows=np.where(scored, np.minimum(rows, score_rows), 0))
         put = lambda a: torch.from_numpy(np.ascontiguousarray(a, np.int32)).to(device)  # noqa: E731
-        return Case(shape, items, put(table), cache, q, Selection(put(positions), put(counts)))
+        return Case(shape, items, DeviceViews(put(table), size, put(positions), put(counts)), cache, q)
 
     def fused(self, programs: int | None = None, launch: Launch | None = None) -> FusedAttention:
         """The kernel, planned for this batch, its buffers poisoned."""
-        made = FusedAttention(self.shape, self.table, launch or Launch(), programs)
-        made.selection = self.selection
+        table = self.views.table
+        made = FusedAttention(self.shape, table.shape[0], table.device, launch, programs)
         made.part_out.fill_(torch.nan)
         made.part_lse.fill_(torch.nan)
+        made.plan(self.items, self.views)
+        made.scores.fill_(torch.nan)
         return made
 
     def keys_of(self, item: int, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [KV heads, length, D] of an item in float64."""
         i, size = self.items, self.shape.page_size
-        position = torch.arange(int(i.starts[item] + i.rows[item]), device=self.table.device)
-        entry = self.table[int(i.slots[item])].long()[position // size] * size + position % size
+        position = torch.arange(int(i.starts[item] + i.rows[item]), device=self.views.table.device)
+        entry = self.views.table[int(i.slots[item])].long()[position // size] * size + position % size
         k, v = self.cache[layer, :, :, entry].double()
         return k, v
 
@@ -92,9 +93,9 @@ class Case:
             chosen = (position >= int(i.tails[item])).repeat(self.shape.kv_heads, 1, 1)
             slot = int(i.slots[item])
             for head in range(self.shape.kv_heads):
-                count = int(self.selection.counts[slot, layer, head])
-                chosen[head, 0, self.selection.positions[slot, layer, head, :count].long().cpu()] = True
-        return (chosen & causal).to(self.table.device)
+                count = int(self.views.counts[slot, layer, head])
+                chosen[head, 0, self.views.positions[slot, layer, head, :count].long().cpu()] = True
+        return (chosen & causal).to(self.views.table.device)
 
     def expected(self, layer: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Outputs [N, heads, D], and by item the softmax probabilities [KV heads, group, rows, length] and LSEs in units of

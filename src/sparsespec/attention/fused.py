@@ -6,20 +6,19 @@ on the number of programs alone. So a CUDA graph that captured `run` stays right
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
 
+from sparsespec.attention.items import DeviceViews, Items
 from sparsespec.attention.staging import Staging
-from sparsespec.attention.work import Tiling, Views, Work, cut
+from sparsespec.attention.work import Tiles, Tiling, Work, cut
 from sparsespec.kernels.attention import attention_kernel, merge_kernel
 from sparsespec.kernels.scores import score_kernel
 
-Ints = npt.NDArray[np.int32]
 _MERGE_ROWS = 16
 _SCORE_BLOCK = 64
 
@@ -41,36 +40,6 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Items:
-    """A step's items as arrays [items], in the order of their rows.
-
-    slots: row of the page table and of the selections. starts: position of the first row. rows: query rows. sparse: sees the
-    slot's selection and from tails on. widths: the most entries that the selection has. collect: number of the collecting item
-    or -1. score_rows: last rows that score. refs: first rows of which this round's drafts left an LSE (0: scores are exact,
-    from a second reading of K).
-    """
-
-    slots: Ints
-    starts: Ints
-    rows: Ints
-    sparse: npt.NDArray[np.bool_]
-    tails: Ints
-    widths: Ints
-    collect: Ints
-    score_rows: Ints
-    refs: Ints
-
-    @staticmethod
-    def build(slots: npt.ArrayLike, starts: npt.ArrayLike, rows: npt.ArrayLike, **given: npt.ArrayLike) -> Items:
-        """From what is given; the rest says full views without scores."""
-        n = np.asarray(slots).shape[0]
-        filled = {"sparse": np.zeros(n, bool), "tails": np.zeros(n), "widths": np.zeros(n), "collect": np.full(n, -1),
-                  "score_rows": np.zeros(n), "refs": np.zeros(n), **given}
-        ints = {name: np.asarray(a).astype(bool if name == "sparse" else np.int32) for name, a in filled.items()}
-        return Items(np.asarray(slots, np.int32), np.asarray(starts, np.int32), np.asarray(rows, np.int32), **ints)
-
-
-@dataclass(frozen=True)
 class Launch:
     """How the kernel is compiled and launched: rows of large tiles, entries of a block, pipeline depth, warps, programs an SM."""
 
@@ -81,93 +50,83 @@ class Launch:
     occupancy: int = 2
 
 
-@dataclass
-class Selection:
-    """Positions [slots, layers, KV heads, width] int32 of which counts [slots, layers, KV heads] hold."""
-
-    positions: Tensor
-    counts: Tensor
-
-
-@dataclass
 class FusedAttention:
-    """plan(items) once a step, run(layer, ...) for each layer. table [slots, max_pages] int32 lies on the device."""
+    """plan(items, views) once a step, run(layer, ...) for each layer."""
 
-    shape: Shape
-    table: Tensor
-    launch: Launch = field(default_factory=Launch)
-    programs: int | None = None
-    max_items: int = 512
-
-    def __post_init__(self) -> None:
-        s, device = self.shape, self.table.device
-        if self.programs is None:
+    def __init__(self, shape: Shape, slots: int, device: torch.device, launch: Launch | None = None, programs: int | None = None,
+                 max_items: int = 512) -> None:
+        self.shape, self.launch, s = shape, launch or Launch(), shape
+        if programs is None:
             sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-            self.programs = sms * self.launch.occupancy
+            programs = sms * self.launch.occupancy
+        self.programs = programs
         small = max(16, triton.next_power_of_2(s.group))
         self.tiling = Tiling((small, max(self.launch.large_rows, small)), self.launch.block)
         self.block_d = max(16, triton.next_power_of_2(s.head_dim))
-        self.staging = Staging(device, {"header": 16, "starts": self.programs + 1, "merges": 16 * self.programs,
-                                        "items": 16 * self.max_items, "pieces": 8 * (self.max_items * s.kv_heads * 2)})
-        rows = 2 * self.programs * self.tiling.rows[1]
+        self.staging = Staging(device, {"header": 16, "starts": programs + 1, "merges": 16 * programs,
+                                        "items": 16 * max_items, "pieces": 16 * max_items * s.kv_heads})
+        rows = 2 * programs * self.tiling.rows[1]
         self.part_out = torch.empty(rows, self.block_d, dtype=torch.float32, device=device)
         self.part_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        self.lse = torch.zeros(self.table.shape[0], s.layers, s.ring, s.heads, dtype=torch.float32, device=device)
+        self.lse = torch.zeros(slots, s.layers, s.ring, s.heads, dtype=torch.float32, device=device)
         self.scores = torch.empty(s.layers, s.kv_heads, 0, dtype=torch.float32, device=device)
-        zeros = torch.zeros(self.table.shape[0], s.layers, s.kv_heads, dtype=torch.int32, device=device)
-        self.selection = Selection(zeros.unsqueeze(-1), zeros)
-        self.kinds = 7
+        self.kinds = 7  # those that programs are compiled for
 
-    def plan(self, items: Items) -> Work:
+    def plan(self, items: Items, views: DeviceViews) -> Work:
         """Cut the step's work and send it to the device."""
         s = self.shape
-        collecting = items.collect >= 0
-        self._exact = collecting & (items.refs == 0)
-        fused = collecting & ~self._exact & (items.rows * s.group <= self.tiling.rows[1])
-        self._exact = collecting & ~fused
-        ends = items.starts + items.rows
+        ends, scoring = items.starts + items.rows, items.score_rows > 0
+        fused = scoring & (items.refs > 0) & (items.rows * s.group <= self.tiling.rows[1])
+        exact = scoring & ~fused
         lengths = np.where(items.sparse, items.widths + ends - items.tails, ends)
-        work = cut(Views(items.rows, lengths, items.sparse, fused), s.kv_heads, s.group, self.tiling, int(self.programs or 0))
-        keys = np.where(collecting, ends - items.score_rows, 0)
-        self.score_starts = np.cumsum(keys) - keys
-        self.score_lengths = keys
-        self._reserve_scores(int(keys.sum()))
-        row = np.cumsum(items.rows) - items.rows
+        work = cut(Tiles(items.rows, lengths, items.sparse, fused), s.kv_heads, s.group, self.tiling, self.programs)
+        self.score_lengths = np.where(scoring, ends - items.score_rows, 0)
+        self.score_starts = np.cumsum(self.score_lengths) - self.score_lengths
+        self._reserve_scores(int(self.score_lengths.sum()))
         table = np.zeros((len(items.slots), 16), np.int32)
-        for i, column in enumerate((items.slots, row, items.rows, items.starts, np.where(items.sparse, items.tails, 0), items.sparse,
-                                    self.score_starts, items.score_rows, items.refs, items.sparse | self._exact)):
+        for i, column in enumerate((items.slots, np.cumsum(items.rows) - items.rows, items.rows, items.starts,
+                                    np.where(items.sparse, items.tails, 0), items.sparse, self.score_starts, items.score_rows,
+                                    items.refs, items.sparse | exact)):
             table[:, i] = column
         header = np.zeros(16, np.int32)
         header[0] = len(work.merges)
         self.staging.send({"header": header, "starts": work.starts, "merges": work.merges, "items": table, "pieces": work.pieces})
-        self.merges = len(work.merges)
-        self.exact_items = np.flatnonzero(self._exact)
+        self._views, self._exact = views, np.flatnonzero(exact)
+        if len(self._exact):
+            self._exact_items = torch.from_numpy(self._exact.astype(np.int32)).to(self.part_out.device)
+            self._exact_rows = int(items.score_rows[self._exact].max())
+            self._exact_blocks = max(1, triton.cdiv(int(self.score_lengths[self._exact].max()), _SCORE_BLOCK))
         return work
 
     def _reserve_scores(self, keys: int) -> None:
         if keys > self.scores.shape[2]:
-            size = triton.next_power_of_2(keys)
-            self.scores = torch.empty(*self.scores.shape[:2], size, dtype=torch.float32, device=self.table.device)
+            self.scores = torch.empty(*self.scores.shape[:2], triton.next_power_of_2(keys), dtype=torch.float32,
+                                      device=self.scores.device)
+
+    def mean_scores(self, item: int) -> Tensor:
+        """[layers, KV heads, keys before the item's first scored row]; valid until the next plan."""
+        start = int(self.score_starts[item])
+        return self.scores[:, :, start:start + int(self.score_lengths[item])]
 
     def run(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of q [N, heads, D] over keys, values [KV heads, entries, D] of this layer: [N, heads, D]."""
         out = torch.empty_like(q)
         self.attend(layer, q, keys, values, out)
         self.merge(layer, out)
-        if len(self.exact_items):
+        if len(self._exact):
             self.score(layer, q, keys)
         return out
 
     def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """The fused launch; tiles that were cut are not yet in `out`."""
-        s, t, part = self.shape, self.tiling, self.staging.part
+        s, t, part, views = self.shape, self.tiling, self.staging.part, self._views
         attention_kernel[(self.programs,)](
-            q, keys, values, out, self.part_out, self.part_lse, part("starts"), part("pieces"), part("items"), self.table,
-            self.selection.positions, self.selection.counts, self.lse, self.scores[layer], layer, s.layers, self.table.shape[1],
-            self.selection.positions.shape[3], self.scores.shape[2], keys.stride(0), s.head_dim**-0.5,
+            q, keys, values, out, self.part_out, self.part_lse, part("starts"), part("pieces"), part("items"), views.table,
+            views.positions, views.counts, self.lse, self.scores[layer], layer, s.layers, views.table.shape[1],
+            views.positions.shape[3], self.scores.shape[2], keys.stride(0), s.head_dim**-0.5,
             GROUP=s.group, KV_HEADS=s.kv_heads, D=s.head_dim, BLOCK_D=self.block_d, STRIDE=keys.stride(1), PAGE=s.page_size,
-            RING=s.ring, M_SMALL=t.rows[0], M_LARGE=t.rows[1], N_SMALL=t.block, N_LARGE=t.block,
-            KINDS=self.kinds, num_warps=self.launch.warps, num_stages=self.launch.stages)
+            RING=s.ring, M_SMALL=t.rows[0], M_LARGE=t.rows[1], N_SMALL=t.block, N_LARGE=t.block, KINDS=self.kinds,
+            num_warps=self.launch.warps, num_stages=self.launch.stages)
 
     def merge(self, layer: int, out: Tensor) -> None:
         """Combine the tiles that were cut."""
@@ -179,11 +138,9 @@ class FusedAttention:
 
     def score(self, layer: int, q: Tensor, keys: Tensor) -> None:
         """Exact scores of the items without draft LSEs: a second reading of K with the LSE that attention just left."""
-        s = self.shape
-        which = torch.from_numpy(self.exact_items.astype(np.int32)).to(q.device)
-        longest = int(self.score_lengths[self.exact_items].max(initial=0))
-        score_kernel[(len(which), s.kv_heads, max(1, triton.cdiv(longest, _SCORE_BLOCK)))](
-            q, keys, which, self.staging.part("items"), self.table, self.lse, self.scores[layer], layer, s.layers,
-            self.table.shape[1], self.scores.shape[2], keys.stride(0), s.head_dim**-0.5, GROUP=s.group, KV_HEADS=s.kv_heads,
+        s, table = self.shape, self._views.table
+        score_kernel[(len(self._exact), s.kv_heads, self._exact_blocks)](
+            q, keys, self._exact_items, self.staging.part("items"), table, self.lse, self.scores[layer], layer, s.layers,
+            table.shape[1], self.scores.shape[2], keys.stride(0), s.head_dim**-0.5, GROUP=s.group, KV_HEADS=s.kv_heads,
             D=s.head_dim, BLOCK_D=self.block_d, STRIDE=keys.stride(1), PAGE=s.page_size, RING=s.ring,
-            M=max(16, triton.next_power_of_2(s.ring // 2 * s.group)), BLOCK_N=_SCORE_BLOCK)
+            M=max(16, triton.next_power_of_2(self._exact_rows * s.group)), BLOCK_N=_SCORE_BLOCK)

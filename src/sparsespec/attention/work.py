@@ -36,7 +36,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Views:
+class Tiles:
     """Items as arrays [items]: query rows, entries that the last row sees (an upper bound will do), whether the view is sparse,
     and whether the tile collects scores."""
 
@@ -58,18 +58,18 @@ class Work:
     kinds: int
 
 
-def cut(views: Views, kv_heads: int, group: int, tiling: Tiling, programs: int) -> Work:
+def cut(of_items: Tiles, kv_heads: int, group: int, tiling: Tiling, programs: int) -> Work:
     """Shares of work for `programs` programs."""
-    packed = views.rows * group
-    kind = np.where(views.collect, COLLECT, np.where(packed > tiling.rows[0], LARGE, SMALL))
+    packed = of_items.rows * group
+    kind = np.where(of_items.collect, COLLECT, np.where(packed > tiling.rows[0], LARGE, SMALL))
     height = np.where(kind == SMALL, tiling.rows[0], tiling.rows[1])
     per_item = -(-packed // height)
     item = np.repeat(np.arange(len(packed)), per_item)
     qtile = np.arange(len(item)) - np.repeat(np.cumsum(per_item) - per_item, per_item)
     kind, height = kind[item], height[item]
-    seen_rows = np.minimum(((qtile + 1) * height - 1) // group + 1, views.rows[item])  # the tile's last row
-    blocks = -(-(views.lengths[item] - views.rows[item] + seen_rows) // tiling.block)
-    rate = np.asarray(tiling.block_cost)[kind] * np.where(views.sparse[item], tiling.sparse_cost, 1.0)
+    seen_rows = np.minimum(((qtile + 1) * height - 1) // group + 1, of_items.rows[item])  # the tile's last row
+    blocks = -(-(of_items.lengths[item] - of_items.rows[item] + seen_rows) // tiling.block)
+    rate = np.asarray(tiling.block_cost)[kind] * np.where(of_items.sparse[item], tiling.sparse_cost, 1.0)
 
     tiles = len(item) * kv_heads
     cost = np.repeat(blocks * rate + tiling.fixed_cost, kv_heads)
