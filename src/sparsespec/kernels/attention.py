@@ -27,11 +27,15 @@ HIDDEN = tl.constexpr(-1.0e30)  # a logit that is not seen; finite, so that noth
 
 
 @triton.jit
-def _entries(index, hi, count, tail, positions_ptr, table_ptr, PAGE: tl.constexpr):
-    """Pool entries of view indices; past the end the last one again, which is legal to read."""
-    i = tl.minimum(index, hi - 1)
-    chosen = tl.load(positions_ptr + i, mask=i < count, other=0)
-    position = tl.where(i < count, chosen, tail + i - count)
+def _chosen(index, hi, width, sparse, positions_ptr):
+    """Selected positions at view indices; what lies past a selection's count is not used."""
+    return tl.load(positions_ptr + index, mask=(index < tl.minimum(hi, width)) & sparse, other=0)
+
+
+@triton.jit
+def _entries(index, chosen, hi, count, tail, table_ptr, PAGE: tl.constexpr):
+    """Pool entries of view indices; past the end the last tail position again, which is legal to read."""
+    position = tl.where(index < count, chosen, tail + tl.minimum(index, hi - 1) - count)
     return tl.load(table_ptr + position // PAGE) * PAGE + position % PAGE
 
 
@@ -44,9 +48,9 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
     """One piece of work: view indices [lo, hi) of one query tile."""
     slot, row0 = tl.load(item_ptr), tl.load(item_ptr + 1)
     rows, start, tail = tl.load(item_ptr + 2), tl.load(item_ptr + 3), tl.load(item_ptr + 4)
-    sparse = tl.load(item_ptr + 5)
+    sparse = tl.load(item_ptr + 5) != 0
     selection = (slot.to(tl.int64) * layers + layer) * KV_HEADS + head
-    count = tl.load(counts_ptr + selection, mask=sparse != 0, other=0)
+    count = tl.load(counts_ptr + selection, mask=sparse, other=0)
     positions_ptr += selection * width
     table_ptr += slot.to(tl.int64) * max_pages
     k_ptr += head.to(tl.int64) * stride_head
@@ -77,7 +81,9 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
     acc = tl.zeros([M, BLOCK_D], tl.float32)
     n = tl.arange(0, BLOCK_N)
     limit = tl.minimum(start + row + count - tail, hi - 1)  # the last index that a row sees
-    entry = _entries(lo + n, hi, count, tail, positions_ptr, table_ptr, PAGE)
+    # positions are loaded two blocks ahead of K and V, and entries one, so that neither is waited for
+    entry = _entries(lo + n, _chosen(lo + n, hi, width, sparse, positions_ptr), hi, count, tail, table_ptr, PAGE)
+    chosen = _chosen(lo + BLOCK_N + n, hi, width, sparse, positions_ptr)
     for block in range(lo, hi, BLOCK_N):
         offset = entry[:, None] * STRIDE + d[None, :]
         if D == BLOCK_D:
@@ -86,7 +92,8 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
         else:
             k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
             v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)
-        entry = _entries(block + BLOCK_N + n, hi, count, tail, positions_ptr, table_ptr, PAGE)  # ahead of its use
+        entry = _entries(block + BLOCK_N + n, chosen, hi, count, tail, table_ptr, PAGE)
+        chosen = _chosen(block + 2 * BLOCK_N + n, hi, width, sparse, positions_ptr)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
         logits = tl.where((block + n)[None, :] <= limit[:, None], logits, HIDDEN)
         new_top = tl.maximum(top, tl.max(logits, 1))
