@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from sparsespec.attention.items import DeviceViews, Items
 from sparsespec.config.model import ModelConfig
 from sparsespec.kv.pool import KVPool
 
@@ -106,21 +107,28 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step: where each row's K and V go (entries [N] int64), and the views. sparse: one part a way of selecting."""
+    """One step: where each row's K and V go (entries [N] int64), and the views. sparse: one part a way of selecting.
+
+    items, views: the same views as arrays, for backends that resolve them by themselves. Given to one, `sparse` need hold only
+    parts that reselect, and `dense` only items with a score sink.
+    """
 
     entries: Tensor
     sparse: list[SparseRows]
     dense: list[DenseItem]
     sink: ScoreSink | None = None
+    items: Items | None = None
+    views: DeviceViews | None = None
 
 
 class AttentionBackend(ABC):
     """plan(batch) once a step, then run(layer, q, k, v) for each layer in order."""
 
     name: ClassVar[str]
+    resolves_views: ClassVar[bool] = False  # takes `items` and `views`, and gives `mean_scores`
 
-    def __init__(self, config: ModelConfig, pool: KVPool) -> None:
-        self.config, self.pool = config, pool
+    def __init__(self, config: ModelConfig, pool: KVPool, max_drafts: int = 8) -> None:
+        self.config, self.pool, self.max_drafts = config, pool, max_drafts
         self.scale = config.head_dim**-0.5
 
     @abstractmethod
@@ -130,3 +138,8 @@ class AttentionBackend(ABC):
     @abstractmethod
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [N, KV heads, D], attend with q [N, heads, D]; gives [N, heads · D]."""
+
+    def mean_scores(self, item: int) -> Tensor:
+        """Of an item with score_rows: the mean over these rows and the group of the probability of each key before them,
+        [layers, KV heads, keys], complete after the last layer and valid until the next plan."""
+        raise NotImplementedError(f"{self.name} hands probabilities to a sink")

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+
 from sparsespec.attention.base import AttentionBackend
-from sparsespec.attention.torch_deterministic import DeterministicBackend
-from sparsespec.attention.torch_ref import TorchBackend
 from sparsespec.config.model import ModelConfig
 from sparsespec.core.errors import InvalidValueError
 from sparsespec.kv.pool import KVPool
 
-BACKENDS: dict[str, type[AttentionBackend]] = {b.name: b for b in (TorchBackend, DeterministicBackend)}
+BACKENDS = {  # imported when asked for: Triton is not everywhere
+    "torch": "sparsespec.attention.torch_ref:TorchBackend",
+    "torch_deterministic": "sparsespec.attention.torch_deterministic:DeterministicBackend",
+    "triton": "sparsespec.attention.triton:TritonBackend",
+}
 
 
-def make_backend(name: str, deterministic: bool, config: ModelConfig, pool: KVPool) -> AttentionBackend:
-    """The backend called `name`; 'auto' picks one. Raises InvalidValueError for an unknown name."""
-    if name == "auto":
-        name = DeterministicBackend.name if deterministic else TorchBackend.name
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class behind a name. Raises InvalidValueError for an unknown one, or for one whose packages are missing."""
     if name not in BACKENDS:
         raise InvalidValueError("attention_backend", name, "unknown backend", f"Choose from: auto, {', '.join(sorted(BACKENDS))}")
-    return BACKENDS[name](config, pool)
+    module, attribute = BACKENDS[name].split(":")
+    if name == "triton" and find_spec("triton") is None:
+        raise InvalidValueError("attention_backend", name, "Triton is not installed", "Install triton, or use 'torch'")
+    found: type[AttentionBackend] = getattr(import_module(module), attribute)
+    return found
+
+
+def make_backend(name: str, deterministic: bool, config: ModelConfig, pool: KVPool, max_drafts: int = 8) -> AttentionBackend:
+    """The backend called `name`; 'auto' picks one. max_drafts: longest round. Raises InvalidValueError for an unknown name."""
+    if name == "auto":
+        fast = "triton" if pool.device.type == "cuda" and find_spec("triton") is not None else "torch"
+        name = "torch_deterministic" if deterministic else fast
+    return backend_class(name)(config, pool, max_drafts)

@@ -109,7 +109,7 @@ class TorchBackend(AttentionBackend):
         """q [H, G, R, D] over keys, values [H, L, D]: outputs [H, G, R, D] and the last score_rows' probabilities."""
         heads, group, rows, dim = q.shape
         if rows <= _EXPLICIT_ROWS:
-            probs = self._probabilities(q, keys)
+            probs = self.probabilities(q, keys)
             return torch.bmm(probs.flatten(1, 2), values).view(q.shape), probs[:, :, rows - item.score_rows:]
         shape = (rows, keys.shape[1])
         if shape not in self._masks:
@@ -117,11 +117,11 @@ class TorchBackend(AttentionBackend):
         mask = self._masks[shape]
         result = F.scaled_dot_product_attention(q.reshape(1, heads, group * rows, dim), keys[None], values[None],
                                                 attn_mask=mask, scale=1.0).view(q.shape)
-        probs = self._probabilities(q[:, :, rows - item.score_rows:], keys) if item.collect >= 0 else result
+        probs = self.probabilities(q[:, :, rows - item.score_rows:], keys) if item.collect >= 0 else result
         return result, probs
 
     @staticmethod
-    def _probabilities(q: Tensor, keys: Tensor) -> Tensor:
+    def probabilities(q: Tensor, keys: Tensor) -> Tensor:
         """Softmax of q [H, G, R, D] · keys [H, L, D], where row i of R sees the keys up to L - R + i."""
         heads, group, rows, dim = q.shape
         logits = torch.bmm(q.reshape(heads, group * rows, dim), keys.transpose(1, 2)).view(heads, group, rows, -1)

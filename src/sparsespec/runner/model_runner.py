@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsespec.attention.base import AttentionBatch, SparseRows
+from sparsespec.attention.items import DeviceViews, Items
 from sparsespec.attention.registry import make_backend
 from sparsespec.config.engine import EngineConfig
 from sparsespec.core.plan import StepPlan, StepResult
@@ -49,7 +50,8 @@ class ModelRunner:
         self.max_drafts = policies[0].traits(0).k
         slots = config.scheduler.max_num_seqs
         self.rotary = self.model.rotary(max_model_len + self.max_drafts + 1)
-        self.backend = make_backend(config.runner.attention_backend, config.runner.deterministic, loaded.config, pool)
+        self.backend = make_backend(config.runner.attention_backend, config.runner.deterministic, loaded.config, pool,
+                                    self.max_drafts)
         self.tokens = torch.zeros(slots, max_model_len + self.max_drafts + 2, dtype=torch.int64, device=self.device)
         self.selection = SelectionStore(slots, loaded.config, self.device)
         self.decider = Decider(slots, loaded.config.vocab_size, self.max_drafts, self.device,
@@ -116,15 +118,18 @@ class ModelRunner:
         """Plan the backend; gives the buffers that it will fill with the scores of collecting items, by item."""
         c = self.pool.config
         scored: dict[int, int] = {}
+        means: dict[int, int] = {}  # like scored, of items whose mean scores the backend keeps
         scores: dict[int, Tensor] = {}
         for i in np.flatnonzero(plan.collect).tolist():
             slot, rows, end = int(plan.slots[i]), int(plan.rows[i]), int(plan.starts[i] + plan.rows[i])
             policy = self.policies[int(self.policy[slot])]
-            if policy.wants_scores(not self._selected[slot]):
+            if policy.wants_scores(not self._selected[slot]) and self.backend.resolves_views and policy.averages:
+                means[i] = policy.score_rows(rows, not self._selected[slot])
+            elif policy.wants_scores(not self._selected[slot]):
                 scored[i] = policy.score_rows(rows, not self._selected[slot])
                 scores[i] = torch.empty(c.num_layers, c.num_kv_heads, policy.kept_rows(scored[i]), end - scored[i],
                                         dtype=torch.float32, device=self.device)
-        dense = dense_items(plan, batch, self.pages, scored)
+        dense = dense_items(plan, batch, self.pages, scored) if scored or not self.backend.resolves_views else []
         sinks = [(self.policies[int(self.policy[plan.slots[i]])], scores[i]) for i in scored]
 
         def sink(layer: int, index: int, probs: Tensor) -> None:
@@ -132,18 +137,33 @@ class ModelRunner:
             policy.observe(probs, out[layer])
 
         n = plan.num_sparse
-        self.backend.plan(AttentionBatch(batch.entries, self._sparse_rows(plan) if n else [], dense, sink if scored else None))
+        table = torch.from_numpy(self.pages.pages).to(self.device)
+        items, views = self._items(plan, table, means) if self.backend.resolves_views else (None, None)
+        sparse = self._sparse_rows(plan, table) if n and (items is None or self.policies.reselects) else []
+        self.backend.plan(AttentionBatch(batch.entries, sparse, dense, sink if scored else None, items, views))
+        scores.update((i, self.backend.mean_scores(i).unsqueeze(2)) for i in means)
         per_token = self.pool.bytes_per_entry * c.num_layers * c.num_kv_heads
-        last = (plan.starts[:n] + plan.rows[:n] - 1).astype(np.int64)
-        self.times.kv_bytes_read += sum(i.kv_len for i in dense) * per_token + self.selection.bytes_read(
-            plan.slots[:n], last, self.pool.bytes_per_entry)
+        ends = (plan.starts + plan.rows).astype(np.int64)
+        self.times.kv_bytes_read += int(ends[n:].sum()) * per_token + self.selection.bytes_read(
+            plan.slots[:n], ends[:n] - 1, self.pool.bytes_per_entry)
         return scores
 
-    def _sparse_rows(self, plan: StepPlan) -> list[SparseRows]:
+    def _items(self, plan: StepPlan, table: Tensor, means: dict[int, int]) -> tuple[Items, DeviceViews]:
+        """The step's views as arrays. Rows of drafts that sparse attention made have an LSE, which scores are normalised with."""
+        slots, store = plan.slots, self.selection
+        score_rows, refs = np.zeros(len(slots), np.int32), np.zeros(len(slots), np.int32)
+        for i, rows in means.items():
+            score_rows[i] = rows
+            policy = self.policies[int(self.policy[slots[i]])]
+            refs[i] = plan.drafted[i] if policy.selects and plan.rows[i] == plan.drafted[i] + 1 else 0
+        items = Items.build(slots, plan.starts, plan.rows, sparse=plan.sparse, tails=np.where(plan.sparse, store.tail[slots], 0),
+                            widths=np.where(plan.sparse, store.width[slots], 0), score_rows=score_rows, refs=refs)
+        return items, DeviceViews(table, self.pages.page_size, store.positions, store.counts)
+
+    def _sparse_rows(self, plan: StepPlan, table: Tensor) -> list[SparseRows]:
         """The views of the draft rows: those with a stored selection together, and one part for each reselecting policy."""
         n = plan.num_sparse
         slots, last = np.repeat(plan.slots[:n], plan.rows[:n]), spread(plan.starts[:n], plan.rows[:n])
-        table = torch.from_numpy(self.pages.pages).to(self.device)
         own = self.policy[slots]
         own[~np.array([p.reselects for p in self.policies.policies])[own]] = -1
         kinds = np.unique(own)

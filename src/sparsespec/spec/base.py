@@ -171,6 +171,11 @@ class DraftPolicy:
         """The same, as scaled now."""
         return math.ceil(self.scale * self.base_budget(length))
 
+    @property
+    def averages(self) -> bool:
+        """Whether `observe` is the mean over scored rows and the group, which a backend may have computed already."""
+        return False
+
     def wants_scores(self, prompt: bool) -> bool:
         """Whether a full pass (`prompt`: the prompt's last) is to be scored."""
         return self.uses_scores

@@ -26,6 +26,10 @@ class Pillar(DraftPolicy):
     selects = True
     uses_scores = True
 
+    @property
+    def averages(self) -> bool:
+        return self.config.score_rows == "all" and self.config.score_group == "mean"
+
     def kept_rows(self, rows: int) -> int:
         return rows if self.config.score_rows == "accepted" else 1
 

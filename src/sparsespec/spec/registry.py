@@ -74,6 +74,11 @@ class PolicySet:
     def __len__(self) -> int:
         return len(self.policies)
 
+    @property
+    def reselects(self) -> bool:
+        """Whether any policy selects anew at each draft step."""
+        return any(p.reselects for p in self.policies)
+
     def traits(self, asked: dict[str, Any] | None) -> DraftTraits:
         """Traits of the policy of a request that asks for these settings over the engine's. Raises InvalidValueError."""
         if not asked:
