@@ -10,6 +10,9 @@ TORCH ?= torch==2.13.0
 HAS_TORCH = $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo yes)
 HAS_GPU = $(shell command -v nvidia-smi)
 
+# Test processes; each computes on one thread.
+WORKERS ?= 2
+
 .PHONY: setup run test lint clean
 
 setup: $(STAMP)
@@ -29,7 +32,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -238,7 +238,8 @@ def main() -> None:
     parts = set(args.part.split(","))
     launch = Launch(block=args.block, stages=args.stages, warps=args.warps, occupancy=args.occupancy)
     peak = read_bandwidth()
-    print(f"{torch.cuda.get_device_name()}: reads {peak:.0f} GB/s; torch {torch.__version__}, triton {triton.__version__}; {launch}")
+    print(f"{torch.cuda.get_device_name()}: reads {peak:.0f} GB/s; torch {torch.__version__}, triton {triton.__version__}")
+    print(launch)
     report = Report(peak)
     measure(report, parts, launch)
     if args.json:
@@ -250,7 +251,7 @@ def measure(report: Report, parts: set[str], launch: Launch) -> None:
     """The cells of the chosen parts, and the ratios between them."""
     every = "all" in parts
     for adjacent in (False, True) if every or "layout" in parts else (False,):
-        pool = Pool(128 * 8192 if not adjacent else 128 * 8192, adjacent)
+        pool = Pool(128 * 8192, adjacent)
         tag = " K|V adjacent" if adjacent else ""
         if every or "dense" in parts:
             for n, context in DENSE[1:3] if adjacent else DENSE:

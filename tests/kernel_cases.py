@@ -5,6 +5,7 @@ Pages lie in random order, free ones and what lies past a sequence hold NaN, and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,4 +119,4 @@ class Case:
 def error(found: Tensor, wanted: Tensor) -> float:
     """Relative error in the 2-norm; infinite where `found` has NaN."""
     difference = float((found.double() - wanted).norm() / wanted.norm())
-    return difference if difference == difference else float("inf")
+    return float("inf") if math.isnan(difference) else difference

@@ -72,7 +72,8 @@ def test_rope_norm_and_write(dtype: torch.dtype, tolerance: float, adjacent: boo
     torch.testing.assert_close(keys[:, entries], wanted_k.transpose(0, 1), rtol=tolerance, atol=tolerance)
     assert torch.equal(values[:, entries], v.transpose(0, 1))
     rest = torch.ones(20, dtype=torch.bool).index_fill(0, entries, False)
-    assert bool(keys[:, rest].isnan().all()) and bool(values[:, rest].isnan().all())
+    assert bool(keys[:, rest].isnan().all())
+    assert bool(values[:, rest].isnan().all())
 
 
 @pytest.mark.parametrize("adjacent", [False, True])

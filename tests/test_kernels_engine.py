@@ -32,7 +32,7 @@ def generate(loaded: LoadedModel, backend: str, **spec: object) -> tuple[list[li
     {"method": "none"}, speculate(3, 0.2), speculate(3, 0.2, score_rows="accepted"), speculate(2, method="quest"),
     speculate(3, method="triforce")], ids=["none", "pillar", "pillar accepted", "quest", "triforce"])
 def test_the_same_ids_as_torch(spec: dict[str, object], tiny_models: dict[str, LoadedModel]) -> None:
-    """Plain, with scores kept by the backend, with a sink, with views that depend on queries, with proposals under the sparse pass."""
+    """Plain, with scores kept by the backend, with a sink, views that depend on queries, proposals under the sparse pass."""
     wanted, _ = generate(tiny_models["qwen3"], "torch", **spec)
     found, stats = generate(tiny_models["qwen3"], "triton", **spec)
     assert found == wanted

@@ -132,7 +132,8 @@ def attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, s
 
     q, out [N, heads, D]; k, v of one layer, entry e of head h at h * stride_head + e * STRIDE; table [slots, max_pages];
     positions [slots, layers, KV heads, width]; counts [slots, layers, KV heads]; lse [slots, layers, RING, heads];
-    scores [KV heads, score_ld] of this layer, an item's keys from its score offset on; parts: [parts, M_LARGE, BLOCK_D] and [parts, M_LARGE].
+    scores [KV heads, score_ld] of this layer, an item's keys from its score offset on; parts: [parts, M_LARGE, BLOCK_D] and
+    [parts, M_LARGE].
     """
     for w in range(tl.load(starts_ptr + tl.program_id(0)), tl.load(starts_ptr + tl.program_id(0) + 1)):
         at = work_ptr + w * WORK_FIELDS

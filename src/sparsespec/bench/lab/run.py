@@ -73,7 +73,7 @@ class Laboratory:
 
     def decode(self, cell: Cell, context: Context, temperature: float) -> tuple[Tally, list[list[int]]]:
         """Run one cell. Raises InvalidValueError where the engine refuses its policy."""
-        tokens, count, room = self.options.max_tokens, len(context.prompts), (cell.k or 0) + 2
+        tokens, count, room = self.options.max_tokens, len(context.prompts), 2 * (cell.k or 0) + 2
         params = context.params(temperature, tokens, room)
         llm = LLM(self.loaded, speculative_config=cell.config(self.spec), **{
             **self.settings, "max_num_seqs": count,
