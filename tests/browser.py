@@ -58,9 +58,9 @@ def picture(path: str, seconds: float) -> None:
     from sparsespec.loader import load_model
 
     stop = threading.Event()
-    spec = {"num_speculative_tokens": 6, "adaptive": False}
-    with (serving(load_model(LoadConfig(dtype="float32", device="cpu")), max_num_seqs=4, max_model_len=1024, kv_cache_tokens=4096,
-                  speculative_config=spec) as server,
+    spec = {"num_speculative_tokens": 6, "adaptive": False, "min_budget": 16}
+    with (serving(load_model(LoadConfig(dtype="float32", device="cpu")), max_num_seqs=5, max_model_len=1024, kv_cache_tokens=1536,
+                  kv_offloading_size=0.05, speculative_config=spec) as server,
           chromium(viewport={"width": 1200, "height": 760}) as context):
         threads = [threading.Thread(target=_load, args=(server.url, stop, i)) for i in range(5)]
         page = context.pages[0]
@@ -68,12 +68,12 @@ def picture(path: str, seconds: float) -> None:
         for thread in threads:
             thread.start()
         page.wait_for_timeout(1000 * seconds)
-        stop.set()  # no new ones: the chat comes to its turn
         page.get_by_label("Temperature").fill("0.6")
         page.get_by_label("Message").fill("List ten facts about the Moon, one a line.")
         page.get_by_role("button", name="Send").click()
         page.locator(".draft").nth(14).wait_for(timeout=120_000)
         page.screenshot(path=path)
+        stop.set()
         for thread in threads:
             thread.join()
 

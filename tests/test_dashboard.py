@@ -165,17 +165,18 @@ def test_a_keyboard_is_enough(visit: Visit) -> None:
 
 
 def test_the_key(context: BrowserContext) -> None:
-    with serving(config=ServerConfig(api_key=["right"]), max_model_len=512) as server:
+    with serving(config=ServerConfig(api_key=["s3cret-key"]), max_model_len=512) as server:
         page = server.get("/dashboard")
         assert page.status_code == 200
-        assert "right" not in page.text
+        assert "s3cret-key" not in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
         assert "unsafe" not in page.headers["content-security-policy"]
         visit = Visit(context, server.url)
         key = visit.page.get_by_label("API key")
-        for wrong in ("wrong", "right"):
+        for value in ("wrong", "s3cret-key"):
             expect(key).to_be_visible()
-            key.fill(wrong)
+            expect(visit.page.get_by_role("alert")).to_contain_text("no valid API key")
+            key.fill(value)
             key.press("Enter")
         expect(key).to_be_hidden()
         expect(visit.page.locator("#model")).to_contain_text("context 512")
