@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
-from browser import chromium
+from browser import chromium, executable
 from serving import Running, events, serving
 from sparsespec.config import ServerConfig
 
 pytestmark = pytest.mark.skipif(os.environ.get("SPARSESPEC_NO_BROWSER") == "1", reason="SPARSESPEC_NO_BROWSER=1")
 
-SLOW = {"max_num_seqs": 2, "max_model_len": 4096}
+SMALL = {"max_num_seqs": 2, "max_model_len": 4096}
 
 
 class Visit:
@@ -49,7 +51,7 @@ class Visit:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with serving(**SLOW) as running:
+    with serving(**SMALL) as running:
         yield running
 
 
@@ -114,6 +116,24 @@ def test_gauges_move_and_stop_aborts(visit: Visit, server: Running) -> None:
     server.wait_idle(5)
     assert "".join(text for _, text in visit.spans())
     expect(page.locator("#running")).to_have_text("0")
+
+
+def test_load_of_others_is_shown(visit: Visit, server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with ExitStack() as others:
+        for _ in range(SMALL["max_num_seqs"]):
+            others.enter_context(httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60))
+        visit.say("Hi", wait=False)
+        expect(visit.page.locator("#running")).to_have_text("2")
+        expect(visit.page.locator("#waiting")).to_have_text("1")
+    expect(visit.page.get_by_role("button", name="Stop")).to_be_disabled()
+    assert visit.spans()
+
+
+def test_a_missing_browser_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="make browser"):
+        executable()
 
 
 def test_text_is_never_markup(visit: Visit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving import byte_tokenizer, events, offline, serving
+from serving import Running, byte_tokenizer, events, offline, serving
 from sparsespec import SamplingParams
 from sparsespec.core.outputs import CompletionOutput
 from sparsespec.server.draft_origin import DraftOrigin
@@ -82,22 +83,31 @@ def test_tokens_of_the_engine(params: dict[str, Any]) -> None:
     assert plain[0].outputs[0].from_draft == [False] * len(out.token_ids)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
 @pytest.mark.parametrize("extra", [{}, {"n": 2, "seed": 5}, {"stop": True}, {"temperature": 0}], ids=str)
-def test_streamed_spans_are_the_answers(extra: dict[str, Any]) -> None:
+def test_streamed_spans_are_the_answers(server: Running, extra: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "seed": 7, "return_draft_spans": True, **extra}
-    with serving() as server:
-        if "stop" in extra:  # what it would say itself, and before it the same with another end, which is held back first
-            said = server.post("/v1/chat/completions", {**body, "stop": None}).json()["choices"][0]["message"]["content"]
-            body["stop"] = [said[20:23], said[8:14] + "no"]
-        whole = server.post("/v1/chat/completions", body).json()
-        *chunks, _ = events(server.post("/v1/chat/completions", {**body, "stream": True}))
-        for choice in whole["choices"]:
-            mine = [c for e in chunks for c in e["choices"] if c["index"] == choice["index"]]
-            for c in mine:
-                assert len(flat(c.get("draft_spans", {}).get("content", []))) == len(c["delta"].get("content") or "")
-            spans = flat([s for c in mine for s in c.get("draft_spans", {}).get("content", [])])
-            assert "".join(c["delta"].get("content") or "" for c in mine) == choice["message"]["content"]
-            assert [list(r) for r in runs(spans)] == choice["draft_spans"]["content"]
-        tool = {"type": "function", "function": {"name": "f"}}
-        refused = server.post("/v1/chat/completions", {**body, "tools": [tool]})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_draft_spans")
+    if "stop" in extra:  # one from the answer, and one that it only begins, for which text is held back
+        said = server.post("/v1/chat/completions", {**body, "stop": None}).json()["choices"][0]["message"]["content"]
+        body["stop"] = [said[20:23], said[8:14] + "no"]
+    whole = server.post("/v1/chat/completions", body).json()
+    *chunks, _ = events(server.post("/v1/chat/completions", {**body, "stream": True}))
+    for choice in whole["choices"]:
+        mine = [c for e in chunks for c in e["choices"] if c["index"] == choice["index"]]
+        for c in mine:
+            assert len(flat(c.get("draft_spans", {}).get("content", []))) == len(c["delta"].get("content") or "")
+        spans = flat([s for c in mine for s in c.get("draft_spans", {}).get("content", [])])
+        assert "".join(c["delta"].get("content") or "" for c in mine) == choice["message"]["content"]
+        assert [list(r) for r in runs(spans)] == choice["draft_spans"]["content"]
+
+
+def test_not_with_tools(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "return_draft_spans": True}
+    tool = {"type": "function", "function": {"name": "f"}}
+    refused = server.post("/v1/chat/completions", {**body, "tools": [tool]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_draft_spans")
