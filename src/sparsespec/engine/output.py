@@ -27,9 +27,14 @@ class Completion:
         self._stop = StopChecker(p.stop_strings, p.include_stop_str_in_output, p.min_tokens)
         self._given_chars, self._given_tokens, self._given_reason = 0, 0, False
 
-    def add(self, tokens: list[int], logprobs: list[LogprobDict] | None, reason: str | None, stop_token: int | None) -> None:
-        """Take newly committed tokens, which `request.output_token_ids` already holds. Ends it where a stop string matches."""
+    def add(self, tokens: list[int], logprobs: list[LogprobDict] | None, reason: str | None, stop_token: int | None,
+            accepted: int = 0) -> None:
+        """Take newly committed tokens, which `request.output_token_ids` already holds. Ends it where a stop string matches.
+
+        accepted: how many of them, from the first on, are accepted drafts.
+        """
         out = self.output
+        out.from_draft += [True] * accepted + [False] * (len(tokens) - accepted)
         if out.logprobs is not None and logprobs:
             out.logprobs.extend(logprobs[:len(tokens)])
         if self._text is not None:
@@ -41,7 +46,7 @@ class Completion:
             out.text = self._text.text
             if match is not None:
                 out.text = out.text[:match.cut]
-                del self.request.output_token_ids[match.num_tokens:]
+                del self.request.output_token_ids[match.num_tokens:], out.from_draft[match.num_tokens:]
                 if out.logprobs is not None:
                     del out.logprobs[match.num_tokens:]
                 reason, out.stop_reason, stop_token = "stop", match.stop, None
@@ -63,7 +68,8 @@ class Completion:
         """The output so far. While it runs, text that may yet turn out to begin a stop string is left out."""
         o = self.output
         return CompletionOutput(o.index, o.text[:self._settled()], list(o.token_ids), o.cumulative_logprob,
-                                list(o.logprobs) if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+                                list(o.logprobs) if o.logprobs is not None else None, o.finish_reason, o.stop_reason,
+                                list(o.from_draft))
 
     def delta(self) -> CompletionOutput | None:
         """What came since the last call, None if nothing did. All deltas joined are the snapshot at the end."""
@@ -73,7 +79,8 @@ class Completion:
         if not ended and chars <= self._given_chars and tokens <= self._given_tokens:
             return None
         new = CompletionOutput(o.index, o.text[self._given_chars:chars], o.token_ids[self._given_tokens:], o.cumulative_logprob,
-                               o.logprobs[self._given_tokens:] if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+                               o.logprobs[self._given_tokens:] if o.logprobs is not None else None, o.finish_reason, o.stop_reason,
+                               o.from_draft[self._given_tokens:])
         self._given_chars, self._given_tokens, self._given_reason = chars, tokens, o.finish_reason is not None
         return new
 
