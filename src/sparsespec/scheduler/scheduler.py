@@ -22,6 +22,7 @@ from sparsespec.scheduler.outcome import Commit, Counters, cut
 from sparsespec.scheduler.phases import Phases
 
 _MIN_CHUNK = 32  # prefill rows that decoding can not crowd out
+_REASONS = (None, "length", "stop")
 
 
 class Scheduler:
@@ -230,11 +231,13 @@ class Scheduler:
     def _hold(self, plan: StepPlan) -> int:
         """Take the pages that the plan writes to; gives how many are missing, and then none was taken."""
         ends = plan.starts + plan.rows
-        count = int(self.memory.missing(plan.slots, ends).sum())
+        missing = self.memory.missing(plan.slots, ends)
+        short = np.flatnonzero(missing)
+        count = int(missing[short].sum())
+        if not self.memory.secure(count):
+            return count
         if count:
-            if not self.memory.secure(count):
-                return count
-            self.memory.grow(plan.slots, ends, count)
+            self.memory.grow(plan.slots[short], ends[short], count)
         return 0
 
     def _affordable(self, plan: StepPlan) -> StepPlan | None:
@@ -270,16 +273,18 @@ class Scheduler:
         self._go_on(emitting[~ended & ~bad])
         return commits
 
-    def _commits(self, slots: np.ndarray, result: StepResult, *columns: np.ndarray) -> list[Commit]:
-        """Give the requests in slots [n] their new tokens."""
-        commits = []
-        for slot, item, row, count, drafted, accepted, ended, stopped, bad in zip(
-                slots.tolist(), result.items.tolist(), result.tokens.tolist(), *(c.tolist() for c in columns), strict=True):
-            request, tokens = self._at(slot), row[:count]
-            request.output_token_ids += tokens
-            reason = "stop" if stopped else "length" if ended else None
-            commits.append(Commit(request, item, tokens, drafted, accepted, reason, tokens[-1] if stopped else None, bad))
-        return commits
+    def _commits(self, slots: np.ndarray, result: StepResult, counts: np.ndarray, drafted: np.ndarray, accepted: np.ndarray,
+                 ended: np.ndarray, stopped: np.ndarray, bad: np.ndarray) -> list[Commit]:
+        """Give the requests in slots [n] their new tokens. ended: by a limit or, where `stopped`, by a stop id."""
+        requests = [self._at(slot) for slot in slots.tolist()]
+        rows = zip(result.tokens.tolist(), counts.tolist(), strict=True)
+        tokens = [row if count == len(row) else row[:count] for row, count in rows]
+        for request, new in zip(requests, tokens, strict=True):
+            request.output_token_ids += new
+        reasons = [_REASONS[i] for i in (ended.astype(np.int8) + stopped).tolist()]
+        stop_tokens = [new[-1] if stop else None for new, stop in zip(tokens, stopped.tolist(), strict=True)]
+        return list(map(Commit, requests, result.items.tolist(), tokens, drafted.tolist(), accepted.tolist(), reasons,
+                        stop_tokens, bad.tolist()))
 
     def _go_on(self, slots: np.ndarray) -> None:
         """The requests in slots [n] begin their next rounds."""
