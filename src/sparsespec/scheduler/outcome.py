@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from sparsespec.core.plan import StepResult
 from sparsespec.core.request import Request
 
 
-@dataclass
+@dataclass(slots=True)
 class Commit:
     """Tokens that one request gained, and whether an EOS or stop id ended it (`stop`), or a limit (`length`).
 
@@ -27,36 +27,60 @@ class Commit:
     bad: bool = False
 
 
-@dataclass
 class Counters:
-    """What the scheduler counts, for stats()."""
+    """What the scheduler counts, for stats(). max_drafts: most that a round makes."""
 
-    iterations: int = 0
-    gemm_rows: int = 0
-    num_prompt_tokens: int = 0
-    num_draft_passes: int = 0  # sparse items; num_target_passes: full ones that yielded tokens
-    num_target_passes: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_emitted_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_stalled_rows: int = 0
-    num_cached_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)
+    def __init__(self, max_drafts: int) -> None:
+        self.iterations = 0
+        self.gemm_rows = 0
+        self.num_draft_passes = 0  # sparse items
+        self.num_emitted_tokens = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        self.num_stalled_rows = 0
+        self.num_cached_tokens = 0
+        # full passes that yielded tokens, by how many drafts they had and by how many of these were accepted
+        self._drafted, self._accepted = np.zeros(max_drafts + 1, np.int64), np.zeros(max_drafts + 1, np.int64)
 
-    def count(self, drafted: np.ndarray, accepted: np.ndarray, emitted: np.ndarray) -> None:
-        """Enter full passes [n] of `drafted` drafts that yielded `emitted` tokens."""
-        self.num_target_passes += len(drafted)
-        self.num_drafts += int((drafted > 0).sum())
-        self.num_draft_tokens += int(drafted.sum())
-        self.num_accepted_tokens += int(accepted[drafted > 0].sum())
-        self.num_emitted_tokens += int(emitted.sum())
-        for position in range(int(drafted.max(initial=0))):
-            self.accepted_per_position[position] += int((accepted > position).sum())
-            self.drafted_per_position[position] += int((drafted > position).sum())
+    def count(self, drafted: np.ndarray, accepted: np.ndarray, emitted: int) -> None:
+        """Enter full passes [n] of `drafted` drafts, `accepted` of them, that yielded `emitted` tokens together."""
+        self._drafted += np.bincount(drafted, minlength=len(self._drafted))
+        self._accepted += np.bincount(accepted, minlength=len(self._accepted))
+        self.num_emitted_tokens += emitted
+
+    @property
+    def num_target_passes(self) -> int:
+        """Full passes that yielded tokens."""
+        return int(self._drafted.sum())
+
+    @property
+    def num_drafts(self) -> int:
+        """Those of them that had drafts."""
+        return int(self._drafted[1:].sum())
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.drafted_per_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_per_position)
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """How often there was a draft at each position of a round, from the first on."""
+        return _reached(self._drafted)
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """How often it was accepted."""
+        return _reached(self._accepted)
+
+
+def _reached(ended: np.ndarray) -> list[int]:
+    """From how many ended at each length: how many were longer than each position."""
+    reached: list[int] = np.cumsum(ended[:0:-1])[::-1].tolist()
+    return reached
 
 
 def cut(result: StepResult, length: np.ndarray, limit: np.ndarray, min_length: np.ndarray,
@@ -65,13 +89,13 @@ def cut(result: StepResult, length: np.ndarray, limit: np.ndarray, min_length: n
 
     length, limit, min_length [n]: tokens it has, at most has, and has before it may stop. stop_ids [n, S], -1 where unused.
     """
-    width = result.tokens.shape[1]
-    column = np.arange(width)
-    counts = np.minimum(result.num_tokens, limit - length)
-    place = length[:, None] + column  # index of the token in its sequence
+    room = limit - length
+    counts = np.minimum(result.num_tokens, room)
+    stopped = np.zeros(len(counts), bool)
     is_stop = (result.tokens[:, :, None] == stop_ids[:, None, :]).any(-1)
-    is_stop &= (place + 1 >= min_length[:, None]) & (column < counts[:, None])
-    first = np.where(is_stop.any(1), is_stop.argmax(1), width)
-    stopped = first < counts
-    counts = np.where(stopped, first + 1, counts)
-    return counts, length + counts >= limit, stopped
+    if is_stop.any():
+        column = np.arange(result.tokens.shape[1])
+        is_stop &= (length[:, None] + column + 1 >= min_length[:, None]) & (column < counts[:, None])
+        stopped = is_stop.any(1)
+        counts = np.where(stopped, is_stop.argmax(1) + 1, counts)
+    return counts, counts >= room, stopped

@@ -22,7 +22,7 @@ from sparsespec.scheduler.outcome import Commit, Counters, cut
 from sparsespec.scheduler.phases import Phases
 
 _MIN_CHUNK = 32  # prefill rows that decoding can not crowd out
-_STOP_IDS = 16
+_REASONS = (None, "length", "stop")
 
 
 class Scheduler:
@@ -41,14 +41,14 @@ class Scheduler:
         self.target, self.limit, self.policy, self.most = (np.zeros(n, np.int32) for _ in range(4))
         self.order = np.zeros(n, np.int64)  # by arrival on the device
         self.selects, self.proposes, self.selected, self.published = (np.zeros(n, bool) for _ in range(4))
-        self.stop_ids = np.full((n, _STOP_IDS), -1, np.int64)
+        self.stop_ids = np.full((n, 1), -1, np.int64)  # as many columns as any request needed
         self.min_length = np.zeros(n, np.int32)
         self.now, self._arrivals = 0, 0
         self._lost: dict[Request, int] = {}  # committed KV that requests lost and have to compute again
         self.admitted: list[Request] = []  # since the runner last looked, as are the slots that were left
         self.vacated: list[int] = []
         self.wants_proposals = np.zeros(0, np.int32)  # slots that `offer` is to be called for before the next iteration
-        self.counters = Counters(accepted_per_position=[0] * max_drafts, drafted_per_position=[0] * max_drafts)
+        self.counters = Counters(max_drafts)
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Scheduler:
         if not self.memory.swap_out(slot, int(self.computed[slot]), length, int(self.limit[slot])):
             return False
         self._preempted(self._at(slot))
-        self.phases.end(slot)
+        self.phases.end(np.array([slot]))
         self.active[slot] = False
         self.drafted[slot] = self.proposed[slot] = self.target[slot] = 0
         return True
@@ -113,7 +113,7 @@ class Scheduler:
 
     def _leave(self, request: Request, sound: bool) -> None:
         slot = request.slot
-        self.phases.end(slot)
+        self.phases.end(np.array([slot]))
         in_place = sound and self.active[slot]  # not on the host, nor on its way back, nor lost on it
         self.memory.release(slot, request, int(self.computed[slot]) if in_place else 0)
         self.requests[slot] = None
@@ -133,7 +133,7 @@ class Scheduler:
                 continue
             self._arrive(slot)
             if self.length[slot] - self.computed[slot] == 1:
-                self._begin_round(slot)
+                self._begin_rounds(np.array([slot]))
         for slot, tokens in loaded:
             self._found(slot, tokens - int(self.computed[slot]))
             self._arrive(slot)
@@ -225,17 +225,19 @@ class Scheduler:
         emit = ~sparse & (starts + rows == length[order] + drafted)
         collect = emit & self.selects[slots] & (self.limit[slots] - length[order] > 1)
         if collect.any():
-            collect &= np.array([self.draft_length(int(p)) > 0 for p in range(int(self.policy.max()) + 1)])[self.policy[slots]]
+            collect &= self._draft_lengths(slots) > 0
         return StepPlan(slots, starts, rows, np.where(emit | sparse, drafted, 0).astype(np.int32), sparse, emit, collect)
 
     def _hold(self, plan: StepPlan) -> int:
         """Take the pages that the plan writes to; gives how many are missing, and then none was taken."""
         ends = plan.starts + plan.rows
-        count = int(self.memory.missing(plan.slots, ends).sum())
+        missing = self.memory.missing(plan.slots, ends)
+        short = np.flatnonzero(missing)
+        count = int(missing[short].sum())
+        if not self.memory.secure(count):
+            return count
         if count:
-            if not self.memory.secure(count):
-                return count
-            self.memory.grow(plan.slots, ends, count)
+            self.memory.grow(plan.slots[short], ends[short], count)
         return 0
 
     def _affordable(self, plan: StepPlan) -> StepPlan | None:
@@ -256,33 +258,42 @@ class Scheduler:
         if not len(result.items):
             return []
         emitting = slots[result.items]
-        self.selected[emitting] = plan.collect[result.items]
-        counts, ended, stopped = cut(result, self.length[emitting], self.limit[emitting], self.min_length[emitting],
-                                     self.stop_ids[emitting])
+        length = self.length[emitting]
+        counts, ended, stopped = cut(result, length, self.limit[emitting], self.min_length[emitting], self.stop_ids[emitting])
         drafted = plan.drafted[result.items]
         accepted = np.minimum(result.num_tokens - 1 + result.bad, counts)
-        bad = result.bad & ~ended & ~stopped
-        self.counters.count(drafted, accepted, counts)
-        self.length[emitting] += counts
-        self.computed[emitting] = self.length[emitting] - 1
+        ended |= stopped
+        bad = result.bad & ~ended
+        self.counters.count(drafted, accepted, int(counts.sum()))
+        self.selected[emitting] = plan.collect[result.items]
+        self.length[emitting] = length + counts
+        self.computed[emitting] = length + counts - 1
         self.drafted[emitting] = 0
-        commits = []
-        for i, slot in enumerate(emitting.tolist()):
-            request = self.requests[slot]
-            if request is None:
-                raise RuntimeError(f"slot {slot} emitted tokens without a request")
-            tokens = result.tokens[i, :counts[i]].tolist()
-            request.output_token_ids.extend(tokens)
-            reason = "stop" if stopped[i] else "length" if ended[i] else None
-            commits.append(Commit(request, int(result.items[i]), tokens, int(drafted[i]), int(accepted[i]), reason,
-                                  tokens[-1] if stopped[i] else None, bool(bad[i])))
-            if reason is None and not bad[i]:
-                if not self.published[slot]:
-                    self._publish(slot, request)
-                self._begin_round(slot)
-        begun = emitting[self.active[emitting] & self.proposes[emitting] & (self.target[emitting] > 0)]
-        self.wants_proposals = np.concatenate([self.wants_proposals, begun.astype(np.int32)])
+        commits = self._commits(emitting, result, counts, drafted, accepted, ended, stopped, bad)
+        self._go_on(emitting[~ended & ~bad])
         return commits
+
+    def _commits(self, slots: np.ndarray, result: StepResult, counts: np.ndarray, drafted: np.ndarray, accepted: np.ndarray,
+                 ended: np.ndarray, stopped: np.ndarray, bad: np.ndarray) -> list[Commit]:
+        """Give the requests in slots [n] their new tokens. ended: by a limit or, where `stopped`, by a stop id."""
+        requests = [self._at(slot) for slot in slots.tolist()]
+        rows = zip(result.tokens.tolist(), counts.tolist(), strict=True)
+        tokens = [row if count == len(row) else row[:count] for row, count in rows]
+        for request, new in zip(requests, tokens, strict=True):
+            request.output_token_ids += new
+        reasons = [_REASONS[i] for i in (ended.astype(np.int8) + stopped).tolist()]
+        stop_tokens = [new[-1] if stop else None for new, stop in zip(tokens, stopped.tolist(), strict=True)]
+        return list(map(Commit, requests, result.items.tolist(), tokens, drafted.tolist(), accepted.tolist(), reasons,
+                        stop_tokens, bad.tolist()))
+
+    def _go_on(self, slots: np.ndarray) -> None:
+        """The requests in slots [n] begin their next rounds."""
+        for slot in slots[~self.published[slots]].tolist():
+            self._publish(slot, self._at(slot))
+        self._begin_rounds(slots)
+        begun = slots[self.proposes[slots] & (self.target[slots] > 0)]
+        if len(begun):
+            self.wants_proposals = np.concatenate([self.wants_proposals, begun.astype(np.int32)])
 
     def _buffer(self, slots: np.ndarray, result: StepResult) -> None:
         """Enter what the sparse items drafted."""
@@ -295,15 +306,13 @@ class Scheduler:
         proposing = slots[self.proposes[slots]]
         if len(proposing):
             full = self.drafted[proposing] >= self.target[proposing]
-            for slot in proposing[full].tolist():
-                self.phases.due(self.now, slot)
+            self.phases.due(self.now, proposing[full])
             self.wants_proposals = proposing[self.target[proposing] - self.drafted[proposing] > 1]
 
     def stop_drafting(self, slots: np.ndarray) -> None:
         """Verify what `slots` drafted so far in the next iteration."""
         self.target[slots] = self.drafted[slots]
-        for slot in slots.tolist():
-            self.phases.due(self.now, slot)
+        self.phases.due(self.now, slots)
 
     def proposal_room(self, slots: np.ndarray) -> np.ndarray:
         """Most tokens that may be proposed to each of `slots` now: a sparse pass adds one of its own, a full one as well."""
@@ -323,13 +332,21 @@ class Scheduler:
         self._lost.pop(request, None)
         self.memory.prefixes.publish(slot, request, int(self.computed[slot]))
 
-    def _begin_round(self, slot: int) -> None:
-        most = min(self.draft_length(int(self.policy[slot])), int(self.most[slot]), int(self.limit[slot] - self.length[slot]) - 1)
-        if self.selects[slot]:
-            self.target[slot] = self.phases.begin(self.now, slot, most if self.selected[slot] else 0)
-        else:
-            self.phases.due(self.now, slot)
-            self.target[slot] = most if self.proposes[slot] else 0
+    def _begin_rounds(self, slots: np.ndarray) -> None:
+        room = self.limit[slots] - self.length[slots] - 1
+        most = np.minimum(np.minimum(self._draft_lengths(slots), self.most[slots]), room)
+        selects = self.selects[slots]
+        direct, drafting = slots[~selects], slots[selects]
+        if len(direct):  # first: they leave no choice
+            self.phases.due(self.now, direct)
+            self.target[direct] = most[~selects] * self.proposes[direct]
+        if len(drafting):
+            self.target[drafting] = self.phases.begin(self.now, drafting, most[selects] * self.selected[drafting])
+
+    def _draft_lengths(self, slots: np.ndarray) -> np.ndarray:
+        """k that rounds of slots [n] begin with now."""
+        policy = self.policy[slots]
+        return np.array([self.draft_length(p) for p in range(int(policy.max(initial=0)) + 1)])[policy]
 
     def check(self) -> None:
         """Integrity of slots and pages. Raises RuntimeError."""
