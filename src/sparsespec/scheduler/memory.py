@@ -94,11 +94,15 @@ class Memory:
             self.prefixes.load(slot, len(device), host)
         return Placement(len(device) * self.pages.page_size, bool(len(host)))
 
-    def release(self, slot: int, request: Request, committed: int) -> None:
-        """A request leaves its slot: on the device, on the host or between the two. `committed` tokens of KV may be cached."""
+    def retire(self, slot: int, request: Request, committed: int) -> None:
+        """A request is to leave its slot, on the device, on the host or between the two; `release` follows. `committed` tokens
+        of KV may be cached."""
         self.prefixes.forget(slot)
         self.swapper.forget(slot)
         self.prefixes.publish(slot, request, min(committed, int(self.pages.counts[slot]) * self.pages.page_size))
+
+    def release(self, slot: int) -> None:
+        """The slot's pages are in use no more."""
         self.pages.release(slot)
 
     def swap_out(self, slot: int, committed: int, length: int, limit: int) -> bool:
