@@ -68,11 +68,17 @@ class Memory:
         """Pages [n] that slots [n] lack to hold `lengths` tokens."""
         return np.maximum(self.pages.needed(lengths) - self.pages.counts[slots], 0)
 
-    def grow(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], count: int) -> None:
-        """Give distinct slots [n] the pages that they lack, `count` in all, which are secured."""
-        if not self.pages.grow_all(slots, lengths):
-            raise RuntimeError("pages were not secured")
-        self._slack = max(0, self._slack + self.swapper.take_freed() - count)
+    def hold(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> int:
+        """Give distinct slots [n] the pages that they lack to hold `lengths` tokens; gives how many are missing, and then none
+        was taken."""
+        count = int(self.missing(slots, lengths).sum())
+        if count and not self.secure(count):
+            return count
+        if count:
+            if not self.pages.grow_all(slots, lengths):
+                raise RuntimeError("pages were not secured")
+            self._slack = max(0, self._slack + self.swapper.take_freed() - count)
+        return 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -213,7 +213,7 @@ class Scheduler:
         self._admit()
         self.kv_policy.ahead(self)
         plan = self._plan()
-        while plan is not None and not self.drain and (count := self._hold(plan)):
+        while plan is not None and not self.drain and (count := self.memory.hold(plan.slots, plan.starts + plan.rows)):
             if self.kv_policy.relieve(self, count):
                 plan = self._plan()
             elif not self.drain:
@@ -250,16 +250,6 @@ class Scheduler:
             collect &= self._draft_lengths(slots) > 0
         return StepPlan(slots, starts, rows, np.where(emit | sparse, drafted, 0).astype(np.int32), sparse, emit, collect,
                         self.flights.over[slots] > 0)
-
-    def _hold(self, plan: StepPlan) -> int:
-        """Take the pages that the plan writes to; gives how many are missing, and then none was taken."""
-        ends = plan.starts + plan.rows
-        count = int(self.memory.missing(plan.slots, ends).sum())
-        if count:
-            if not self.memory.secure(count):
-                return count
-            self.memory.grow(plan.slots, ends, count)
-        return 0
 
     def _affordable(self, plan: StepPlan) -> StepPlan | None:
         """The items for which there are pages, those longest on the device first; the others sit this iteration out."""
