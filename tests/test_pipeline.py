@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from bytelevel import EOS, VOCAB, byte_tokenizer
 from driving import assert_idle, completions, serve, speculate, token_ids
 from policies import POLICIES, configure, per_request, target
+from reference import tiny_prompts
 from sparsespec import LLM, RequestOutput, SamplingParams
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.testing import (
@@ -228,15 +229,16 @@ def test_prefix_caching(mode: str, tiny_models: Models, tiny_cases: dict[str, li
 
 @pytest.mark.parametrize("delay", [None, 0, 3])
 @pytest.mark.parametrize("mode", LATE)
-def test_a_tight_pool(mode: str, delay: int | None, tiny_models: Models, tiny_cases: dict[str, list[Case]]) -> None:
-    """Swapped to the host, by copies that end late, or (None) computed again."""
-    cases = [c for c in tiny_cases["qwen3"] if len(c[0]) < 60][:6]
+def test_a_tight_pool(mode: str, delay: int | None, tiny_models: Models) -> None:
+    """6 requests of 120 tokens in a pool for about two: swapped to the host, by copies that end late, or (None) computed again."""
+    prompts = [p[:30] for p in tiny_prompts(16, seed=10) if len(p) >= 30][:6]
+    wanted = token_ids(serve(engine(tiny_models["qwen3"], "sync"), prompts, greedy(max_tokens=120)))
     spec = {"kv_policy": "recompute" if delay is None else "offload"}
-    llm = engine(tiny_models["qwen3"], mode, 4, spec=spec, kv_cache_tokens=256, enable_prefix_caching=False,
+    llm = engine(tiny_models["qwen3"], mode, 4, spec=spec, kv_cache_tokens=320, enable_prefix_caching=False,
                  kv_offloading_size=None if delay is None else 4096 * 512 / 2**30)
     with use_copier(llm, lambda inner: LateCopier(inner, lambda: delay or 0)):
-        out = serve(llm, [p for p, _ in cases], greedy(max_tokens=64), ARRIVALS[:len(cases)], poison_free_pages)
-    assert token_ids(out) == [ids for _, ids in cases]
+        out = serve(llm, prompts, greedy(max_tokens=120), ARRIVALS[:6], poison_free_pages)
+    assert token_ids(out) == wanted
     stats = llm.stats()
     assert stats["num_preemptions"] > 0
     assert (stats["num_recomputed_tokens"] > 0) is (delay is None)
