@@ -7,6 +7,8 @@ the device's is shown on a clock that is only counted.
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
@@ -21,6 +23,7 @@ from driving import assert_idle, completions, serve, speculate, token_ids
 from policies import POLICIES, configure, per_request, target
 from reference import tiny_prompts
 from sparsespec import LLM, RequestOutput, SamplingParams
+from sparsespec.engine.loop import EngineLoop
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.testing import (
     LateCopier,
@@ -407,11 +410,48 @@ def test_a_failed_step_is_raised(mode: str, tiny_models: Models) -> None:
     llm.engine.runner.execute = fail  # type: ignore[method-assign]
     for i in range(4):
         llm.engine.add_request(str(i), [1, 2, i], greedy(max_tokens=40))
-    for _ in range(4):
-        llm.engine.step()
     with pytest.raises(RuntimeError, match="made to fail"):
-        several_steps(llm, 2)
+        several_steps(llm, 10)
     assert count == 5  # nothing runs after it
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loop_survives_a_failed_step(mode: str, tiny_models: Models, tiny_cases: dict[str, list[Case]]) -> None:
+    """The engine is set up anew once, and its successor serves as before."""
+    prompt, ids = tiny_cases["llama"][0]
+
+    class Ear:
+        def __init__(self) -> None:
+            self.crashes: list[tuple[str, bool]] = []
+            self.done: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+
+        def on_outputs(self, outputs: list[RequestOutput]) -> None:
+            for o in outputs:
+                self.done.put(o)
+
+        def on_crash(self, error: BaseException, alive: bool) -> None:
+            self.crashes.append((str(error), alive))
+
+    def fail(plan: Any) -> Any:
+        raise RuntimeError("made to fail")
+
+    ear = Ear()
+    first = engine(tiny_models["llama"], mode).engine
+    loop = EngineLoop(first, lambda: engine(tiny_models["llama"], mode).engine, ear)
+    loop.start()
+    loop.submit(lambda e: e.add_request("a", prompt, greedy(max_tokens=30))).result(10)
+    assert ear.done.get(timeout=20).outputs[0].token_ids == ids[:30]
+    first.runner.execute = fail  # type: ignore[method-assign]
+    loop.submit(lambda e: e.add_request("b", prompt, greedy(max_tokens=30)))
+    loop.submit(lambda e: e.add_request("c", prompt, greedy(max_tokens=30)))
+    for _ in range(200):
+        if loop.restarts:
+            break
+        time.sleep(0.05)
+    assert ear.crashes == [("made to fail", True)]
+    loop.submit(lambda e: e.add_request("d", prompt, greedy(max_tokens=30))).result(10)
+    assert ear.done.get(timeout=20).outputs[0].token_ids == ids[:30]
+    loop.stop(10)
 
 
 @pytest.mark.parametrize(("step", "commit"), [(7.0, 3.0), (3.0, 7.0), (5.0, 5.0)])

@@ -58,6 +58,10 @@ class Worker(Protocol):
 
     def submit(self, job: Callable[[], Any]) -> Job: ...
 
+    def close(self) -> None:
+        """Wait for the job that runs, and run no other."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Asked:
@@ -72,6 +76,9 @@ class Inline:
     def submit(self, job: Callable[[], Any]) -> Job:
         return _Asked(job)
 
+    def close(self) -> None:
+        """Nothing runs."""
+
 
 class Threaded:
     """Runs jobs in one thread: PyTorch lets others work while it computes. After a failure it runs nothing any more."""
@@ -82,6 +89,10 @@ class Threaded:
 
     def submit(self, job: Callable[[], Any]) -> Job:
         return self._pool.submit(self._guarded, job)
+
+    def close(self) -> None:
+        self._failed = True
+        self._pool.shutdown()
 
     def _guarded(self, job: Callable[[], Any]) -> Any:
         if self._failed:
@@ -121,6 +132,10 @@ class Pipeline:
     def run(self, job: Callable[[], Any]) -> Any:
         """Do something else on the device's side, after the steps under way, and wait for it."""
         return self.worker.submit(job).result()
+
+    def close(self) -> None:
+        """The engine is given up: its memory is in use no more when this returns."""
+        self.worker.close()
 
     def _step(self, plan: StepPlan, leaving: Sequence[int], arriving: Sequence[Arrival]) -> tuple[StepResult, float]:
         for slot in leaving:

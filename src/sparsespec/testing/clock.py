@@ -56,6 +56,9 @@ class _Device:
         self.clock.free = max(self.clock.now, self.clock.free) + self.busy
         return _Timed(self.clock, self.clock.free, value)
 
+    def close(self) -> None:
+        """Nothing runs."""
+
 
 @contextmanager
 def timed_device(llm: LLM | Engine, *, step: float, commit: float) -> Iterator[Clock]:
