@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline.py --json results/pipeline.json
 
-Three parts. counted: a device whose step takes D and a CPU whose commit takes C, on a clock that is only counted, so that the
+Two parts. counted: a device whose step takes D and a CPU whose commit takes C, on a clock that is only counted, so that the
 figures are exact: time of an iteration, and tokens in a given time relative to sync. slept: the same in real time, with a
-device that sleeps and a CPU that is busy. model: SmolLM2 on this machine, where device and CPU share the cores.
+device that sleeps and a CPU that is busy. (A model that runs on the CPU itself shares the cores with what would overlap.)
 All drafts see everything and are accepted, so that a round gives k + 1 tokens in each mode; the requests never end.
 """
 
@@ -87,11 +87,6 @@ def slept(k: int, running: int, step: float, commit: float, mode: str, iteration
         return rate(llm, lambda: time.perf_counter() * 1e3, iterations)
 
 
-def on_model(k: int, running: int, mode: str, iterations: int) -> dict[str, float]:
-    llm = start(None, mode, k, running, (iterations + _WARM_UP) * 2 + 64)
-    return rate(llm, lambda: time.perf_counter() * 1e3, iterations)
-
-
 def compare(name: str, run: Callable[[str], dict[str, float]], k: int) -> dict[str, Any]:
     """All modes, relative to sync; prints a line each."""
     found = {mode: run(mode) for mode in MODES}
@@ -106,7 +101,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=8, help="drafts a round")
     parser.add_argument("--running", type=int, default=20, help="requests")
     parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--part", choices=("counted", "slept", "model", "all"), default="all")
+    parser.add_argument("--part", choices=("counted", "slept", "all"), default="all")
     parser.add_argument("--json", type=Path, help="write the figures there")
     a = parser.parse_args()
     print(f"{'case':34s} {'mode':8s} {'iteration':>9s} {'tokens':>7s} {'stalled':>9s}   1/(k+2)")
@@ -119,8 +114,6 @@ def main() -> None:
         if a.part in ("slept", "all"):
             cases.append(compare(f"slept, + {step} ms, + {commit} ms",
                                  lambda mode, d=step, c=commit: slept(a.k, a.running, d, c, mode, a.iterations), a.k))
-    if a.part in ("model", "all"):
-        cases.append(compare("SmolLM2-135M, ms", lambda mode: on_model(a.k, a.running, mode, min(a.iterations, 60)), a.k))
     if a.json:
         a.json.parent.mkdir(parents=True, exist_ok=True)
         a.json.write_text(json.dumps({"arguments": {**vars(a), "json": None}, "cases": cases}, indent=1))
