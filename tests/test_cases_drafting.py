@@ -40,18 +40,21 @@ def clocked(method: str, attention: float) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize(("method", "attention"), [("pillar", 0.5), ("pillar", 0.95), ("ngram", 0.8)])
-def test_t36_drafts_that_are_always_wrong(method: str, attention: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "attention", "step"), [("pillar", 0.5, 0), ("pillar", 0.95, 0), ("ngram", 0.8, 0),
+                                                           ("pillar", 0.999, 0), ("pillar", 0.999, 7), ("pillar", 0.95, 7)])
+def test_t36_drafts_that_are_always_wrong(method: str, attention: float, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """step: how many tokens more than the last one each request writes, so that the batch changes all the time."""
     monkeypatch.setattr(adaptive, "_PROBE_AFTER", 64)  # instead of 1024 plain steps
     llm = clocked(method, attention)
     engine, lengths, rounds = llm.engine, [0], [0]
     rng = np.random.default_rng(0)
     with override_drafts(llm, lambda request_id, position: 99):
         for i in range(BATCH):
-            engine.add_request(str(i), rng.integers(0, 90, PROMPT).tolist(), SamplingParams(temperature=0, max_tokens=TOKENS))
+            params = SamplingParams(temperature=0, max_tokens=TOKENS - step * i)
+            engine.add_request(str(i), rng.integers(0, 90, PROMPT).tolist(), params)
         while engine.has_work():
             for out in engine.step():
-                assert out.outputs[0].token_ids == [p % 90 for p in range(PROMPT, PROMPT + TOKENS)]
+                assert out.outputs[0].token_ids == [p % 90 for p in range(PROMPT, PROMPT + TOKENS - step * int(out.request_id))]
             lengths.append(engine.controller.draft_length())
             rounds.append(engine.scheduler.counters.num_drafts)
     on = [i for i in range(1, len(lengths)) if lengths[i] and not lengths[i - 1]]
@@ -61,7 +64,7 @@ def test_t36_drafts_that_are_always_wrong(method: str, attention: float, monkeyp
     assert all(rounds[end] - rounds[start] <= BATCH for start, end in zip(on, off, strict=True))
     counters = engine.scheduler.counters
     assert counters.num_accepted_tokens == 0
-    assert counters.num_emitted_tokens == BATCH * TOKENS
+    assert counters.num_emitted_tokens == sum(TOKENS - step * i for i in range(BATCH))
     assert counters.num_emitted_tokens / (counters.num_target_passes + counters.num_draft_passes) >= 0.95
 
 

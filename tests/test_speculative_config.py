@@ -134,6 +134,32 @@ def test_an_engine_without_speculation() -> None:
     assert policies.traits({"method": "none"}).k == 0
 
 
+def test_policies_of_requests_that_left_do_not_pile_up() -> None:
+    policies = PolicySet(config(), MODEL)
+    held = policies.traits({"min_budget": 7}).policy
+    policies.hold(held)
+    for budget in range(1000, 2000):
+        index = policies.traits({"min_budget": budget}).policy
+        policies.hold(index)
+        assert policies[index].config.min_budget == budget
+        policies.release(index)
+    assert len(policies) <= 70
+    assert policies.traits({"min_budget": 7}).policy == held
+    assert policies[held].config.min_budget == 7
+    assert policies.traits({"min_budget": 1999}).policy == index  # kept for the next request
+    assert policies[0].config == config()
+
+
+def test_an_engine_forgets_the_policies_of_its_requests() -> None:
+    llm = LLM(target(), kv_cache_tokens=1024, max_model_len=64)
+    plain = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0].outputs[0].token_ids
+    for start in range(0, 160, 8):
+        params = [SamplingParams(temperature=0, max_tokens=12, speculative_config={"min_budget": 1 + start + i}) for i in range(8)]
+        outputs = llm.generate([[5, 6, 7]] * 8, params, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == [plain] * 8
+    assert len(llm.engine.policies) <= 80
+
+
 # -- a policy of one's own -------------------------------------------------------------------------------------------------
 
 

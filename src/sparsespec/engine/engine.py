@@ -116,6 +116,7 @@ class Engine:
             completion = Completion(request, index, self.loaded.tokenizer)
             group.completions.append(completion)
             self._owners[request] = (group, completion)
+            self.policies.hold(traits.policy)
             self.scheduler.add(request)
         self.groups[request_id] = group
 
@@ -288,7 +289,8 @@ class Engine:
 
     def _end(self, request: Request, *, sound: bool = True) -> None:
         self.scheduler.finish(request, sound=sound)
-        self._owners.pop(request, None)
+        if self._owners.pop(request, None):
+            self.policies.release(request.traits.policy)
 
 
 def _refuse_unsupported(config: EngineConfig) -> None:

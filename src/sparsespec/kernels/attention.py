@@ -27,9 +27,9 @@ HIDDEN = tl.constexpr(-1.0e30)  # a logit that is not seen; finite, so that noth
 
 
 @triton.jit
-def _chosen(index, hi, width, sparse, positions_ptr):
-    """Selected positions at view indices; what lies past a selection's count is not used."""
-    return tl.load(positions_ptr + index, mask=(index < tl.minimum(hi, width)) & sparse, other=0)
+def _chosen(index, hi, stored, positions_ptr):
+    """Selected positions at view indices, of `stored` ones; what lies past a selection's count is not used."""
+    return tl.load(positions_ptr + index, mask=index < tl.minimum(hi, stored), other=0)
 
 
 @triton.jit
@@ -49,6 +49,7 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
     slot, row0 = tl.load(item_ptr), tl.load(item_ptr + 1)
     rows, start, tail = tl.load(item_ptr + 2), tl.load(item_ptr + 3), tl.load(item_ptr + 4)
     sparse = tl.load(item_ptr + 5) != 0
+    stored = tl.where(sparse, width, 0)
     selection = (slot.to(tl.int64) * layers + layer) * KV_HEADS + head
     count = tl.load(counts_ptr + selection, mask=sparse, other=0)
     positions_ptr += selection * width
@@ -82,8 +83,8 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
     n = tl.arange(0, BLOCK_N)
     limit = tl.minimum(start + row + count - tail, hi - 1)  # the last index that a row sees
     # positions are loaded two blocks ahead of K and V, and entries one, so that neither is waited for
-    entry = _entries(lo + n, _chosen(lo + n, hi, width, sparse, positions_ptr), hi, count, tail, table_ptr, PAGE)
-    chosen = _chosen(lo + BLOCK_N + n, hi, width, sparse, positions_ptr)
+    entry = _entries(lo + n, _chosen(lo + n, hi, stored, positions_ptr), hi, count, tail, table_ptr, PAGE)
+    chosen = _chosen(lo + BLOCK_N + n, hi, stored, positions_ptr)
     for block in range(lo, hi, BLOCK_N):
         offset = entry[:, None] * STRIDE + d[None, :]
         if D == BLOCK_D:
@@ -93,7 +94,7 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
             k = tl.load(k_ptr + offset, mask=(d < D)[None, :], other=0.0)
             v = tl.load(v_ptr + offset, mask=(d < D)[None, :], other=0.0)
         entry = _entries(block + BLOCK_N + n, chosen, hi, count, tail, table_ptr, PAGE)
-        chosen = _chosen(block + 2 * BLOCK_N + n, hi, width, sparse, positions_ptr)
+        chosen = _chosen(block + 2 * BLOCK_N + n, hi, stored, positions_ptr)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
         logits = tl.where((block + n)[None, :] <= limit[:, None], logits, HIDDEN)
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -112,9 +113,9 @@ def _tile(q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr, item_ptr, ta
     if part < 0:
         tl.store(out_ptr + q_offset[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty),
                  mask=row_ok[:, None] & (d < D)[None, :])
-        keep = tl.load(item_ptr + 9) != 0
+        first_kept = tl.where(tl.load(item_ptr + 9) != 0, rows - RING, rows)
         kept = ((slot.to(tl.int64) * layers + layer) * RING + (start + row) % RING) * (GROUP * KV_HEADS) + q_head
-        tl.store(lse_ptr + kept, lse, mask=row_ok & keep & (row >= rows - RING))
+        tl.store(lse_ptr + kept, lse, mask=row_ok & (row >= first_kept))
     else:
         m = part.to(tl.int64) * PART_ROWS + tl.arange(0, M)
         tl.store(part_out_ptr + m[:, None] * BLOCK_D + d[None, :], acc)
@@ -191,6 +192,6 @@ def merge_kernel(out_ptr, part_out_ptr, part_lse_ptr, merge_ptr, item_ptr, lse_p
     offset = ((row0 + row) * (GROUP * KV_HEADS) + q_head).to(tl.int64) * D
     tl.store(out_ptr + offset[:, None] + d[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty),
              mask=ok[:, None] & (d < D)[None, :])
-    keep = tl.load(item_at + 9) != 0
+    first_kept = tl.where(tl.load(item_at + 9) != 0, rows - RING, rows)
     kept = ((slot.to(tl.int64) * layers + layer) * RING + (start + row) % RING) * (GROUP * KV_HEADS) + q_head
-    tl.store(lse_ptr + kept, top + tl.log2(total), mask=ok & keep & (row >= rows - RING))
+    tl.store(lse_ptr + kept, top + tl.log2(total), mask=ok & (row >= first_kept))

@@ -89,6 +89,7 @@ class AdaptiveLength(FixedLength):
         self._passes, self._pass_rows = (1.0 if policy.selects else 0.0), 1.0  # draft passes a draft, and rows of each
         self._batch, self._length = 0, 0.0
         self._plain_steps, self._probe_after = 0, _PROBE_AFTER
+        self._failed_at: float | None = None  # tokens of context in the batch when drafting last failed
         self._since_switch, self._rounds = 0, 0
 
     def prepare(self, plan: StepPlan) -> None:
@@ -96,7 +97,9 @@ class AdaptiveLength(FixedLength):
         batch, length = plan.num_items, float(lengths.mean())
         if batch != self._batch or abs(length - self._length) > 0.1 * self._length:
             self._batch, self._length = batch, length
-            if self._seen[False] >= _WARM and self.k == 0:
+            if self._failed_at and not 0.25 < batch * length / self._failed_at < 4.0:
+                self._failed_at = None  # what failed there says little of here
+            if self._seen[False] >= _WARM and self.k == 0 and self._failed_at is None:
                 self._choose()
 
     def observe(self, plan: StepPlan, rounds: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -109,7 +112,7 @@ class AdaptiveLength(FixedLength):
             self._correct(plan, seconds)
         if self.k == 0:
             self._plain_steps += 1
-            if self._seen[False] == _WARM:
+            if self._seen[False] == _WARM and self._failed_at is None:
                 self._choose()
             elif self._plain_steps >= self._probe_after:
                 self._probe()
@@ -135,7 +138,7 @@ class AdaptiveLength(FixedLength):
         plain = not drafting and bool(plan.emit.all()) and int(plan.rows.max()) == 1
         if not (plain or drafting) or int(plan.rows.max()) > self.most + 1 or (drafting and self.k == 0):
             return
-        ratio = min(max(seconds / self._iteration(self.k if drafting else 0, self.arm), 0.1), 10.0)
+        ratio = min(max(seconds / self._predicted(plan), 0.1), 10.0)
         self._seen[drafting] += 1
         if self._seen[drafting] == 1 and not drafting:
             self._ratio = {False: ratio, True: ratio}  # the machine's pace; what drafting adds to it is yet to be seen
@@ -148,10 +151,20 @@ class AdaptiveLength(FixedLength):
             self._costs = self._measure()
         return self._costs
 
+    def _predicted(self, plan: StepPlan) -> float:
+        """Predicted seconds of this very step: the first after a switch are not like the mean, as nobody verifies in them."""
+        full = plan.num_items - plan.num_sparse
+        rows = (plan.num_rows - plan.num_sparse_rows) / max(full, 1)
+        return self.costs.step(plan.num_rows, full, rows, self._length, plan.num_sparse_rows, self._view(self.arm),
+                               float(plan.collect.sum()))
+
+    def _view(self, arm: int) -> float:
+        """Entries that a draft row sees."""
+        return min(self._length, self.policy.base_budget(int(self._length)) * self.scales[arm] + 1.5 * self.most)
+
     def _iteration(self, k: int, arm: int) -> float:
         """Predicted seconds of a mean iteration."""
-        view = self.policy.base_budget(int(self._length)) * self.scales[arm] + 1.5 * self.most
-        return self.costs.iteration(self._batch, self._length, k, min(self._length, view), self._passes * k, self._pass_rows)
+        return self.costs.iteration(self._batch, self._length, k, self._view(arm), self._passes * k, self._pass_rows)
 
     def _gain(self, k: int, arm: int, acceptance: np.ndarray) -> float:
         """Speed-up over plain decoding."""
@@ -170,9 +183,12 @@ class AdaptiveLength(FixedLength):
                 self._switch(*best)
         elif gains[best] < _KEEP:
             self._switch(0, self.arm)
+            self._failed_at = self._batch * self._length
         else:
-            self._probe_after = _PROBE_AFTER
-            if gains[best] > _BETTER * gains.get((self.k, self.arm), 0.0):
+            now = gains.get((self.k, self.arm), 0.0)
+            if now >= _KEEP:
+                self._probe_after, self._failed_at = _PROBE_AFTER, None
+            if gains[best] > _BETTER * now:
                 self._switch(*best)
 
     def _switch(self, k: int, arm: int) -> None:

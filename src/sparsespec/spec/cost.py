@@ -34,23 +34,29 @@ class StepCosts:
         beyond = max(1.0, rows / self.rows[-1])  # past the curve, time grows with the rows
         return float(np.interp(rows, self.rows, self.layer) * self.layers + np.interp(rows, self.rows, self.head)) * beyond
 
-    def full(self, items: float, rows: int, length: float) -> float:
+    def full(self, items: float, rows: float, length: float) -> float:
         """Full attention of `items` items of `rows` query rows over `length` tokens each."""
         overhead, token, token_row = self.dense
         return self.layers * items * (overhead + length * (token + token_row * (rows - 1)))
+
+    def step(self, rows: float, items: float, item_rows: float, length: float, draft_rows: float = 0.0, view: float = 0.0,
+             scored: float = 0.0) -> float:
+        """An iteration of `rows` rows: `items` items with full attention over `length` tokens, of `item_rows` rows each and
+        `scored` of them scored, and `draft_rows` rows that see `view` entries."""
+        out = self.products(rows) + self.full(items, item_rows, length) + self.layers * scored * length * self.select
+        if draft_rows:
+            overhead, entry = self.sparse
+            out += self.layers * (overhead + draft_rows * view * entry)
+        return out
 
     def iteration(self, batch: int, length: float, k: int, view: float, passes: float, pass_rows: float = 1.0) -> float:
         """Mean iteration of rounds that verify k drafts after `passes` draft passes of `pass_rows` rows, each of which sees
         `view` entries. k = 0 is plain decoding."""
         if k == 0:
-            return self.products(batch) + self.full(batch, 1, length)
+            return self.step(batch, batch, 1, length)
         verifies = batch / (passes + 1)
-        drafts = verifies * passes
-        overhead, entry = self.sparse
-        out = self.products(verifies * (k + 1) + drafts * pass_rows) + self.full(verifies, k + 1, length)
-        if passes:
-            out += self.layers * (overhead + drafts * pass_rows * view * entry + verifies * length * self.select)
-        return out
+        drafts = verifies * passes * pass_rows
+        return self.step(verifies * (k + 1) + drafts, verifies, k + 1, length, drafts, view, verifies if passes else 0.0)
 
 
 def expected_tokens(acceptance: Sequence[float], k: int) -> float:

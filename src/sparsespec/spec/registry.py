@@ -22,6 +22,8 @@ from sparsespec.spec.quest import Quest
 from sparsespec.spec.specattn import SpecAttn
 from sparsespec.spec.window import Window
 
+_KEPT = 64  # policies that are kept for requests to come, though no request uses them now
+
 Factory = Callable[[SpeculativeConfig, ModelConfig], DraftPolicy]
 
 
@@ -55,13 +57,30 @@ def make_policy(config: SpeculativeConfig, model: ModelConfig) -> DraftPolicy:
 
 
 class PolicySet:
-    """The engine's own policy, number 0, and those that requests asked for."""
+    """The engine's own policy, number 0, and those that requests asked for.
+
+    A policy keeps its number while requests use it (`hold`, `release`); the number of one that nobody uses goes to another
+    policy once there are more than 64, the longest unused first.
+    """
 
     def __init__(self, config: SpeculativeConfig, model: ModelConfig) -> None:
         self.model = model
         self._configs = [config]
         self.policies = [make_policy(config, model)]
         self._head: DraftHead | None = None
+        self._users = [1]  # requests by policy; the engine uses its own for ever
+        self._idle: dict[int, None] = {}  # numbers that no request uses, the longest unused first
+
+    def hold(self, index: int) -> None:
+        """A request that uses policy `index` is in the engine from now on."""
+        self._users[index] += 1
+        self._idle.pop(index, None)
+
+    def release(self, index: int) -> None:
+        """It has left."""
+        self._users[index] -= 1
+        if not self._users[index]:
+            self._idle[index] = None
 
     def bind(self, head: DraftHead) -> None:
         """Give the engine's draft head to its policy, and to those that requests will ask for."""
@@ -117,6 +136,13 @@ class PolicySet:
                 raise InvalidValueError("speculative_config.method", config.method, "the engine was started without a draft head",
                                         f"Start it with method={config.method!r} and model=...")
             policy.bind(self._head)
-        self._configs.append(config)
-        self.policies.append(policy)
-        return len(self.policies) - 1
+        if len(self._idle) >= _KEPT:
+            index = next(iter(self._idle))
+            self._configs[index], self.policies[index] = config, policy
+        else:
+            index = len(self.policies)
+            self._configs.append(config)
+            self.policies.append(policy)
+            self._users.append(0)
+        self._idle[index] = self._idle.pop(index, None)
+        return index
