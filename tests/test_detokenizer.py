@@ -190,6 +190,13 @@ class Chars:
             self.ends.append(len(self.text))
         return sum(map(len, pieces))
 
+    @property
+    def num_chars(self) -> int:
+        return len(self.text)
+
+    def since(self, start: int) -> str:
+        return self.text[start:]
+
     def token_count(self, end: int) -> int:
         return 1 + next(i for i, e in enumerate(self.ends) if e >= end)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsespec.kv.allocator import NO_PAGES, PageAllocator
+from sparsespec.kv.allocator import NO_PAGES, PageAllocator, _largest_gap
 from sparsespec.kv.integrity import check_pool
 from sparsespec.kv.prefix_cache import PrefixCache, extend_chain
 from sparsespec.kv.table import PageTable
@@ -18,7 +18,10 @@ moves = st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 60), st.int
 
 
 def check(table: PageTable) -> None:
-    check_pool("device", table.allocator, {"slots": table.all_held()})
+    a = table.allocator
+    check_pool("device", a, {"slots": table.all_held()})
+    assert a._unreserved == ((a.refs == 0) & (a._soft < 0)).sum()
+    assert set(a._soft.tolist()) - {-1} <= set(a._hopes)
 
 
 @settings(max_examples=200, deadline=None)
@@ -62,6 +65,13 @@ def test_growing_many_at_once(steps: list[list[int]], page_size: int) -> None:
             lengths = wanted
         check(table)
         assert table.counts.tolist() == table.needed(lengths).tolist()
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_largest_gap(mask: list[bool]) -> None:
+    start, length = _largest_gap(np.array(mask, bool))
+    assert all(mask[start:start + length])
+    assert length == max((len(run) for run in "".join(".#"[m] for m in mask).split(".")), default=0)
 
 
 def test_growing_requests_stay_contiguous_beside_each_other() -> None:

@@ -238,6 +238,30 @@ def test_waiting_requests_keep_their_order() -> None:
     assert list(dict.fromkeys(started)) == names
 
 
+@settings(max_examples=100, deadline=None)
+@given(schedule=st.sampled_from(["unified", "lockstep"]), k=st.integers(1, 9), batches=st.lists(st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 11)), min_size=1, max_size=12), min_size=1, max_size=8))
+def test_rounds_that_begin_together_choose_as_one_by_one(schedule: str, k: int, batches: list[list[tuple[int, int]]]) -> None:
+    """Each sees the load that those before it made, and none the rounds that ended with it."""
+    together, alone = make_phases(schedule, k, 12), make_phases(schedule, k, 12)
+    for now, batch in enumerate(batches):
+        most_of = {slot: min(most, k) for most, slot in batch}
+        slots, most = np.array(list(most_of)), np.array(list(most_of.values()))
+        alone.end(slots)
+        one_by_one = [int(alone.begin(now, slots[i:i + 1], most[i:i + 1])[0]) for i in range(len(slots))]
+        assert together.begin(now, slots, most).tolist() == one_by_one
+        assert all(d <= m for d, m in zip(one_by_one, most.tolist(), strict=True))
+
+
+def test_unified_takes_the_least_loaded_bucket_and_a_full_round_among_equals() -> None:
+    phases = make_phases("unified", 3, 9)
+    assert phases.begin(0, np.arange(6), np.full(6, 3)).tolist() == [3, 2, 1, 0, 3, 2]
+    phases.due(0, np.array([6, 7]))  # verify at once, beside the one with no draft
+    assert phases.begin(0, np.array([8]), np.array([1])).tolist() == [1]
+    phases.end(np.array([0, 4]))
+    assert phases.begin(0, np.array([0, 4]), np.array([3, 3])).tolist() == [3, 3]
+
+
 def test_stop_ids_end_a_block_where_they_stand() -> None:
     for offset in range(5):
         s = scheduler(slots=1, k=4)

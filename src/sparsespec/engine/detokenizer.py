@@ -67,6 +67,19 @@ class IncrementalDetokenizer:
         return self._parts[0] if self._parts else ""
 
     @property
+    def num_chars(self) -> int:
+        """Characters given out so far."""
+        return self._length
+
+    def since(self, start: int) -> str:
+        """`text` from character `start` on; costs what it gives, however long the text before it is."""
+        first, at = len(self._parts), self._length
+        while first and at > start:
+            first -= 1
+            at -= len(self._parts[first])
+        return "".join(self._parts[first:])[max(0, start - at):]
+
+    @property
     def num_tokens(self) -> int:
         return len(self._ids)
 

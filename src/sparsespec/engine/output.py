@@ -25,62 +25,72 @@ class Completion:
         self._text = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, p.skip_special_tokens,
                                             p.spaces_between_special_tokens) if tokenizer and p.detokenize else None
         self._stop = StopChecker(p.stop_strings, p.include_stop_str_in_output, p.min_tokens)
+        self._cut: int | None = None  # characters to keep, where a stop string ended it
         self._given_chars, self._given_tokens, self._given_reason = 0, 0, False
 
     def add(self, tokens: list[int], logprobs: list[LogprobDict] | None, reason: str | None, stop_token: int | None) -> None:
         """Take newly committed tokens, which `request.output_token_ids` already holds. Ends it where a stop string matches."""
         out = self.output
         if out.logprobs is not None and logprobs:
+            first = len(out.logprobs)
             out.logprobs.extend(logprobs[:len(tokens)])
+            self._sum_logprobs(first, out.cumulative_logprob or 0.0)
         if self._text is not None:
             hide_last = stop_token is not None and not self.request.params.include_stop_str_in_output
             new = len(self._text.append(tokens[:-1] if hide_last else tokens))
             if reason is not None:
                 new += len(self._text.flush())
             match = self._stop.check(self._text, new)
-            out.text = self._text.text
             if match is not None:
-                out.text = out.text[:match.cut]
+                self._cut = match.cut
                 del self.request.output_token_ids[match.num_tokens:]
                 if out.logprobs is not None:
                     del out.logprobs[match.num_tokens:]
+                    self._sum_logprobs(0, 0.0)
                 reason, out.stop_reason, stop_token = "stop", match.stop, None
         if reason is not None:
             self.finish(reason)
             if stop_token is not None and stop_token not in self.request.eos_ids:
                 out.stop_reason = stop_token
-        if out.logprobs is not None:
-            out.cumulative_logprob = sum(d[t].logprob for d, t in zip(out.logprobs, out.token_ids, strict=True))
 
     def finish(self, reason: str) -> None:
         """Set the reason; text that was held back comes out."""
-        if self._text is not None and self.output.finish_reason is None and reason in ("abort", "error"):
-            self._text.flush()
-            self.output.text = self._text.text
+        if self._text is not None and self.output.finish_reason is None:
+            if reason in ("abort", "error"):
+                self._text.flush()
+            self.output.text = self._text.text[:self._cut]
         self.output.finish_reason = reason
+
+    def _sum_logprobs(self, first: int, before: float) -> None:
+        """Add the log probabilities of the tokens from number `first` on to what those `before` it have."""
+        o = self.output
+        new = zip((o.logprobs or [])[first:], o.token_ids[first:], strict=True)
+        o.cumulative_logprob = sum((d[t].logprob for d, t in new), before)
 
     def snapshot(self) -> CompletionOutput:
         """The output so far. While it runs, text that may yet turn out to begin a stop string is left out."""
         o = self.output
-        return CompletionOutput(o.index, o.text[:self._settled()], list(o.token_ids), o.cumulative_logprob,
+        return CompletionOutput(o.index, self._settled(0), list(o.token_ids), o.cumulative_logprob,
                                 list(o.logprobs) if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
 
     def delta(self) -> CompletionOutput | None:
         """What came since the last call, None if nothing did. All deltas joined are the snapshot at the end."""
-        o = self.output
-        chars, tokens = self._settled(), len(o.token_ids)
+        o, first = self.output, self._given_tokens
+        text = self._settled(self._given_chars)
         ended = o.finish_reason is not None and not self._given_reason
-        if not ended and chars <= self._given_chars and tokens <= self._given_tokens:
+        if not ended and not text and len(o.token_ids) <= first:
             return None
-        new = CompletionOutput(o.index, o.text[self._given_chars:chars], o.token_ids[self._given_tokens:], o.cumulative_logprob,
-                               o.logprobs[self._given_tokens:] if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
-        self._given_chars, self._given_tokens, self._given_reason = chars, tokens, o.finish_reason is not None
+        new = CompletionOutput(o.index, text, o.token_ids[first:], o.cumulative_logprob,
+                               o.logprobs[first:] if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+        self._given_chars += len(text)
+        self._given_tokens, self._given_reason = len(o.token_ids), o.finish_reason is not None
         return new
 
-    def _settled(self) -> int:
-        """Characters that can no longer change."""
-        text = self.output.text
-        return len(text) - (self._stop.holdback(text) if self.output.finish_reason is None and text else 0)
+    def _settled(self, start: int) -> str:
+        """The text from character `start` on, as far as it can no longer change."""
+        if self._text is None or self.output.finish_reason is not None:
+            return self.output.text[start:]
+        return self._text.since(start)[:max(0, self._stop.settled(self._text) - start)]
 
 
 _COUNTS = tuple(f.name for f in fields(RequestMetrics) if f.name.startswith("num_"))

@@ -15,7 +15,9 @@ class TokenizedText(Protocol):
     """What the checker reads of an IncrementalDetokenizer."""
 
     @property
-    def text(self) -> str: ...
+    def num_chars(self) -> int: ...
+
+    def since(self, start: int) -> str: ...
 
     def token_count(self, end: int) -> int: ...
 
@@ -43,13 +45,14 @@ class StopChecker:
         self._longest = max((len(s) for s in self.stop_strings), default=0)
 
     def check(self, output: TokenizedText, new_chars: int) -> StopMatch | None:
-        """Search after `new_chars` characters were added to `output.text`. Call it after every addition, flush included."""
+        """Search after `new_chars` characters were added to the text. Call it after every addition, flush included."""
         if not self.stop_strings or new_chars <= 0:
             return None
-        text = output.text
-        min_end = len(text) - new_chars + 1
-        while (found := self.find(text, min_end)) is not None:
-            start, end, stop = found
+        min_end = output.num_chars - new_chars + 1
+        first = max(0, min_end - self._longest)
+        text = output.since(first)
+        while (found := self.find(text, min_end - first)) is not None:
+            start, end, stop = found[0] + first, found[1] + first, found[2]
             tokens = output.token_count(end)
             if tokens >= self.min_tokens:
                 return StopMatch(stop, end if self.include_stop_str_in_output else start, tokens)
@@ -67,6 +70,10 @@ class StopChecker:
             if best is None or (end, start) < (best[1], best[0]):
                 best = (start, end, stop)
         return best
+
+    def settled(self, output: TokenizedText) -> int:
+        """Characters of a growing text that may be streamed."""
+        return output.num_chars - self.holdback(output.since(max(0, output.num_chars - self._longest)))
 
     def holdback(self, text: str) -> int:
         """Characters at the end of `text` that could begin a stop string and must not be streamed yet."""

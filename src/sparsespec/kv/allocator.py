@@ -25,6 +25,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.refs: IntArray = np.zeros(num_pages, np.int32)
         self._soft: IntArray = np.full(num_pages, _NOBODY, np.int32)  # who hopes to grow into a page
+        self._hopes: dict[int, list[slice]] = {}  # by owner: where its soft reservations may be
         self.num_free = num_pages
         self.num_releases = 0  # how often pages were let go of: unchanged means that no more are to be had than before
         self._unreserved = num_pages  # free pages that nobody hopes for
@@ -85,10 +86,13 @@ class PageAllocator:
             raise ValueError(f"owner {owner} frees pages that nobody holds")
         self.refs[pages] = left
         self.num_releases += 1
-        if owner >= 0:
-            self._soft[self._soft == owner] = _NOBODY
-        self.num_free += int((left == 0).sum())
-        self._count_unreserved()
+        freed = pages[left == 0]
+        self.num_free += len(freed)
+        self._unreserved += int((self._soft[freed] == _NOBODY).sum())
+        for hoped in self._hopes.pop(owner, ()):
+            own = self._soft[hoped] == owner
+            self._unreserved += int((self.refs[hoped][own] == 0).sum())
+            self._soft[hoped][own] = _NOBODY
 
     def _take(self, pages: IntArray) -> None:
         self._unreserved -= int((self._soft[pages] == _NOBODY).sum())
@@ -100,8 +104,11 @@ class PageAllocator:
         for mask in (free & (self._soft == _NOBODY), free):
             start, length = _largest_gap(mask)
             if length >= count:
-                self._soft[start:start + min(max(expect, count), length)] = owner
-                self._count_unreserved()
+                if expect > count:
+                    hoped = slice(start, start + min(expect, length))
+                    self._unreserved -= int((self._soft[hoped] == _NOBODY).sum())
+                    self._soft[hoped] = owner
+                    self._hopes.setdefault(owner, []).append(hoped)
                 return np.arange(start, start + count, dtype=np.int32)
         return self._scattered(count)
 
@@ -124,14 +131,12 @@ class PageAllocator:
                     return np.concatenate(found)
         raise RuntimeError("fewer pages are free than counted")
 
-    def _count_unreserved(self) -> None:
-        self._unreserved = int(((self.refs == 0) & (self._soft == _NOBODY)).sum())
-
 
 def _largest_gap(mask: npt.NDArray[np.bool_]) -> tuple[int, int]:
     """(start, length) of the longest run of True; length 0 where there is none."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    starts, stops = edges[::2], edges[1::2]
+    edges = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    bounds = np.concatenate(([0][:mask[:1].sum()], edges, [len(mask)][:mask[-1:].sum()])).astype(np.int64)
+    starts, stops = bounds[::2], bounds[1::2]
     if not len(starts):
         return 0, 0
     best = int(np.argmax(stops - starts))

@@ -71,11 +71,13 @@ class Memory:
     def hold(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> int:
         """Give distinct slots [n] the pages that they lack to hold `lengths` tokens; gives how many are missing, and then none
         was taken."""
-        count = int(self.missing(slots, lengths).sum())
-        if count and not self.secure(count):
+        missing = self.missing(slots, lengths)
+        short = np.flatnonzero(missing)
+        count = int(missing[short].sum())
+        if not self.secure(count):
             return count
         if count:
-            if not self.pages.grow_all(slots, lengths):
+            if not self.pages.grow_all(slots[short], lengths[short]):
                 raise RuntimeError("pages were not secured")
             self._slack = max(0, self._slack + self.swapper.take_freed() - count)
         return 0

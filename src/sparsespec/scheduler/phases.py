@@ -22,9 +22,9 @@ class Phases(ABC):
     def begin(self, now: int, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
         """Drafts [n] of the rounds that distinct `slots` [n] begin after iteration `now`, at most `most` [n], one after the
         other: each sees the load that those before it made. The rounds that they end have left the calendar by then."""
-        self.end(slots)
         longest = int(most.max(initial=0))
-        loads: list[int] = self._due[(now + 1 + np.arange(longest, -1, -1)) % self._days].tolist()
+        days = (now + 1 + np.arange(longest, -1, -1)) % self._days
+        loads: list[int] = (self._due - self._count(self._day[slots]))[days].tolist()
         drafts = []
         for skipped in (longest - most).tolist():
             day = skipped + self.choose(loads[skipped:] if skipped else loads)
@@ -43,8 +43,11 @@ class Phases(ABC):
         self._move(slots, np.full(len(slots), self._days))
 
     def _move(self, slots: np.ndarray, days: np.ndarray) -> None:
-        self._due += np.bincount(days, minlength=len(self._due)) - np.bincount(self._day[slots], minlength=len(self._due))
+        self._due += self._count(days) - self._count(self._day[slots])
         self._day[slots] = days
+
+    def _count(self, days: np.ndarray) -> np.ndarray:
+        return np.bincount(days, minlength=len(self._due))
 
     @abstractmethod
     def choose(self, loads: list[int]) -> int:

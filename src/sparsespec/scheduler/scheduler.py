@@ -23,11 +23,11 @@ from sparsespec.scheduler.outcome import Commit, Counters, cut
 from sparsespec.scheduler.phases import Phases
 
 _MIN_CHUNK = 32  # prefill rows that decoding can not crowd out
+_REASONS = (None, "length", "stop")
 
 
 class Scheduler:
-    """See the module. draft_length: index of a policy → k that its rounds begin with now, 0 for plain decoding. assumes: who
-    waits for a verification's result goes on as if all drafts were accepted (see `launch`)."""
+    """See the module. draft_length: index of a policy → k that its rounds begin with now, 0 for plain decoding. assumes: `launch`."""
 
     def __init__(self, config: SchedulerConfig, max_rows: int, memory: Memory, kv_policy: KVPolicy, phases: Phases, max_drafts: int,
                  draft_length: Callable[[int], int], *, assumes: bool = False) -> None:
@@ -193,7 +193,6 @@ class Scheduler:
         self.selects[slot], self.proposes[slot] = traits.selects, traits.proposes
         self.limit[slot] = request.limit
         self.selected[slot] = self.published[slot] = False
-        self.sure[slot] = 0
         self.min_length[slot] = len(request.prompt_token_ids) + request.params.min_tokens
         ids = sorted(request.stop_ids)
         if len(ids) > self.stop_ids.shape[1]:
@@ -263,9 +262,8 @@ class Scheduler:
     def launch(self, plan: StepPlan) -> None:
         """The device was given the plan: take in what is sure of it, so that the next one can be made before its result is known.
 
-        Drafts and prefill chunks go on. Whoever gets tokens waits for them, or, if the scheduler `assumes`, goes on as if all
-        drafts were accepted, which is the most that pages and limits have to allow for; `commit` puts it right. What a
-        proposer gave is checked by passes of unknown outcome, so its requests always wait.
+        Drafts and prefill chunks go on. Whoever gets tokens waits for them, or, if `assumes`, goes on as if all drafts were
+        accepted, the most that pages and limits must allow for; `commit` corrects it. Proposals always wait to be checked.
         """
         flights, slots, proposes = self.flights, plan.slots, self.proposes[plan.slots]
         flights.start(plan)
@@ -318,16 +316,18 @@ class Scheduler:
         self._go_on(slots, waited, ~ended & ~bad)
         return commits
 
-    def _commits(self, slots: np.ndarray, result: StepResult, *columns: np.ndarray) -> list[Commit]:
-        """Give the requests in slots [n] their new tokens."""
-        commits = []
-        for slot, item, row, count, drafted, accepted, ended, stopped, bad in zip(
-                slots.tolist(), result.items.tolist(), result.tokens.tolist(), *(c.tolist() for c in columns), strict=True):
-            request, tokens = self._at(slot), row[:count]
-            request.output_token_ids += tokens
-            reason = "stop" if stopped else "length" if ended else None
-            commits.append(Commit(request, item, tokens, drafted, accepted, reason, tokens[-1] if stopped else None, bad))
-        return commits
+    def _commits(self, slots: np.ndarray, result: StepResult, counts: np.ndarray, drafted: np.ndarray, accepted: np.ndarray,
+                 ended: np.ndarray, stopped: np.ndarray, bad: np.ndarray) -> list[Commit]:
+        """Give the requests in slots [n] their new tokens. ended: by a limit or, where `stopped`, by a stop id."""
+        requests = [self._at(slot) for slot in slots.tolist()]
+        rows = zip(result.tokens.tolist(), counts.tolist(), strict=True)
+        tokens = [row if count == len(row) else row[:count] for row, count in rows]
+        for request, new in zip(requests, tokens, strict=True):
+            request.output_token_ids += new
+        reasons = [_REASONS[i] for i in (ended.astype(np.int8) + stopped).tolist()]
+        stop_tokens = [new[-1] if stop else None for new, stop in zip(tokens, stopped.tolist(), strict=True)]
+        return list(map(Commit, requests, result.items.tolist(), tokens, drafted.tolist(), accepted.tolist(), reasons,
+                        stop_tokens, bad.tolist()))
 
     def _go_on(self, slots: np.ndarray, waited: np.ndarray, alive: np.ndarray) -> None:
         """Those requests in slots [n] that go on, and waited for it, begin their next rounds."""
