@@ -57,6 +57,11 @@ class StepPlan:
         return int(self.rows[self.sparse].sum())
 
     @property
+    def partial(self) -> npt.NDArray[np.int64]:
+        """The prefill chunks that are not their prompts' last."""
+        return np.flatnonzero(self.sparse == self.emit)
+
+    @property
     def num_rows(self) -> int:
         """Rows of the step's matrix products."""
         return int(self.rows.sum())

@@ -24,9 +24,22 @@ class Flights:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def uses(self, slot: int) -> bool:
-        """Whether a launched step uses the slot."""
-        return bool(self._steps[slot])
+    def keep(self, slot: int) -> bool:
+        """The slot's request has left; whether a launched step uses the slot, which `land` then gives back."""
+        used = bool(self._steps[slot])
+        if used:
+            self.left.append(slot)
+        return used
+
+    def assume(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """The requests in distinct slots [n] go on as if they had these tokens [n] more."""
+        self.held[slots] = False
+        self.over[slots] += tokens
+
+    def settle(self, slots: np.ndarray, assumed: np.ndarray) -> None:
+        """Results for distinct slots [n] are there, of which `assumed` tokens [n] had been assumed."""
+        self.held[slots] = False
+        self.over[slots] -= assumed
 
     def knows(self, plan: StepPlan) -> bool:
         """Whether the plan was launched."""

@@ -27,7 +27,7 @@ _REASONS = (None, "length", "stop")
 
 
 class Scheduler:
-    """See the module. draft_length: index of a policy → k that its rounds begin with now, 0 for plain decoding. assumes: `launch`."""
+    """See the module. draft_length: index of a policy → k of rounds that begin now, 0 for plain decoding; assumes: `launch`."""
 
     def __init__(self, config: SchedulerConfig, max_rows: int, memory: Memory, kv_policy: KVPolicy, phases: Phases, max_drafts: int,
                  draft_length: Callable[[int], int], *, assumes: bool = False) -> None:
@@ -126,9 +126,7 @@ class Scheduler:
         if request in self.admitted:
             self.admitted.remove(request)
         request.slot = -1
-        if self.flights.uses(slot):
-            self.flights.left.append(slot)
-        else:
+        if not self.flights.keep(slot):
             self._vacate(slot)
 
     def _vacate(self, slot: int) -> None:
@@ -223,7 +221,9 @@ class Scheduler:
         self.counters.iterations += 1
         self.counters.gemm_rows += plan.num_rows
         if len(self.flights):
-            self.counters.num_stalled_slots += int((self.active & self.flights.held).sum())
+            waiting = np.flatnonzero(self.active & self.flights.held)
+            self.counters.num_stalled_slots += len(waiting)
+            self.phases.end(waiting)
         return plan
 
     def _plan(self) -> StepPlan | None:
@@ -265,20 +265,22 @@ class Scheduler:
         Drafts and prefill chunks go on. Whoever gets tokens waits for them, or, if `assumes`, goes on as if all drafts were
         accepted, the most that pages and limits must allow for; `commit` corrects it. Proposals always wait to be checked.
         """
-        flights, slots, proposes = self.flights, plan.slots, self.proposes[plan.slots]
+        flights, emitting, drafting = self.flights, plan.slots[plan.emit], plan.slots[:plan.num_sparse]
         flights.start(plan)
-        self.drafted[slots[plan.sparse & ~proposes]] += 1
-        partial = ~plan.sparse & ~plan.emit
-        self.computed[slots[partial]] += plan.rows[partial]
-        emitting = slots[plan.emit]
         self.selected[emitting] = plan.collect[plan.emit]
-        self.phases.end(emitting)
-        ahead = plan.emit & ~proposes & self.assumes
-        flights.held[slots[(plan.emit | plan.sparse & proposes) & ~ahead]] = True
+        flights.held[emitting] = True
+        proposing = self.proposes[drafting]
+        if proposing.any():
+            flights.held[drafting[proposing]] = True
+            drafting = drafting[~proposing]
+        self.drafted[drafting] += 1
+        partial = plan.partial
+        self.computed[plan.slots[partial]] += plan.rows[partial]
         if self.assumes:
-            going = slots[ahead]
-            flights.over[going] += plan.drafted[ahead] + 1
-            self.length[going] += plan.drafted[ahead] + 1
+            ahead = ~self.proposes[emitting]
+            going, most = emitting[ahead], plan.drafted[plan.emit][ahead] + 1
+            flights.assume(going, most)
+            self.length[going] += most
             self.computed[going] = self.length[going] - 1
             self.drafted[going] = 0
             self._begin_rounds(going)
@@ -291,8 +293,8 @@ class Scheduler:
         for slot in self.flights.land(plan):
             self._vacate(slot)
         self._buffer(plan.slots[:plan.num_sparse], result)
-        partial = ~plan.sparse & ~plan.emit
-        self.sure[plan.slots[partial]] = (plan.starts + plan.rows)[partial]
+        partial = plan.partial
+        self.sure[plan.slots[partial]] = plan.starts[partial] + plan.rows[partial]
         live = self.active[plan.slots[result.items]]
         return self._verified(plan, result if live.all() else result.take(live)) if live.any() else []
 
@@ -306,8 +308,7 @@ class Scheduler:
         ended |= stopped
         bad = result.bad & ~ended
         self.counters.count(drafted, accepted, int(counts.sum()))
-        flights.over[slots] -= assumed
-        flights.held[slots] = False
+        flights.settle(slots, assumed)
         self.length[slots] += counts - assumed
         self.computed[slots] = self.length[slots] - 1
         self.sure[slots] = length + counts - 1
@@ -343,8 +344,7 @@ class Scheduler:
         """Count the sparse items in slots [n], and enter what those with a proposer drafted."""
         self.wants_proposals = np.zeros(0, np.int32)
         self.counters.num_draft_passes += len(slots)
-        checked = self.proposes[slots] & self.active[slots]
-        if checked.any():
+        if (checked := self.proposes[slots] & self.active[slots]).any():
             slots = slots[checked]
             self.drafted[slots] += 1 if result.draft_counts is None else result.draft_counts[checked]
             self.proposed[slots] = 0
