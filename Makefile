@@ -13,7 +13,12 @@ HAS_GPU = $(shell command -v nvidia-smi)
 # Test processes; each computes on one thread.
 WORKERS ?= 2
 
-.PHONY: setup run test lint clean
+# What the tests of the live page run; where there is none and apt-get may install one, `make test` does.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+HAS_BROWSER = $(firstword $(SPARSESPEC_NO_BROWSER) $(foreach name,$(BROWSERS),$(shell command -v $(name))))
+APT = $(if $(filter 0,$(shell id -u)),,sudo -n )apt-get
+
+.PHONY: setup run test lint browser clean
 
 setup: $(STAMP)
 
@@ -31,7 +36,10 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+browser:
+	$(if $(HAS_BROWSER),,-$(APT) update && $(APT) install -y --no-install-recommends chromium)
+
+test: lint browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 clean:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 import random
 import re
+import socket
 import time
 from typing import Any
 
@@ -24,7 +26,7 @@ from sparsespec.loader import load_model
 from sparsespec.loader.loaded import LoadedModel
 from sparsespec.sampling.constraint import Constraints, Follower, unpack, words
 from sparsespec.sampling.grammar import Constraint, ConstraintCompiler
-from sparsespec.sampling.trial import Bounds
+from sparsespec.sampling.trial import Bounds, try_grammar
 from sparsespec.testing import tiny_qwen3
 from stat_utils import SOUND, chi_square
 
@@ -309,3 +311,15 @@ def test_smollm2_writes_json(smol: LoadedModel) -> None:
     assert re.fullmatch("[A-Z][a-z]{2,9}, [0-9]{1,2}", drafted[2].text)
     assert drafted[3].text in ("in good mood", "in bad mood")
     assert [c.finish_reason for c in drafted[:4]] == ["stop"] * 4
+
+
+def test_a_trial_holds_nothing_of_the_servers() -> None:
+    """A child that outlives a killed server must not keep its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def held() -> None:
+            os.fstat(server.fileno())
+
+        verdict = try_grammar(held, 8, [0], Bounds())
+        assert verdict is not None
+        assert "Bad file descriptor" in verdict
+        held()

@@ -24,6 +24,8 @@ class CompletionOutput:
     """One completion. finish_reason: 'stop' (EOS, stop id or string), 'length', 'abort', 'error', or None while it runs.
 
     stop_reason: the stop id or string that ended it; None for EOS. logprobs: one dict an id, as many as token_ids.
+    from_draft: for each id whether it is an accepted draft; the target chose the others itself. Outputs that
+    say the same are equal, whoever wrote them.
     """
 
     index: int
@@ -33,6 +35,7 @@ class CompletionOutput:
     logprobs: list[LogprobDict] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    from_draft: list[bool] = field(default_factory=list, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

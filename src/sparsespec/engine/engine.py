@@ -270,8 +270,9 @@ class Engine:
             m.first_token_time = m.first_token_time or now
             m.num_drafts += c.drafted > 0
             m.num_draft_tokens += c.drafted
-            m.num_accepted_tokens += c.accepted if c.drafted else 0
-            completion.add(c.tokens, result.logprobs.get(c.item), c.finish_reason, c.stop_token)
+            accepted = c.accepted if c.drafted else 0
+            m.num_accepted_tokens += accepted
+            completion.add(c.tokens, result.logprobs.get(c.item), c.finish_reason, c.stop_token, accepted)
             if c.bad and completion.output.finish_reason is None:
                 group.error = NumericalError(c.request.request_id, c.request.num_tokens)
                 completion.finish("error")

@@ -28,9 +28,14 @@ class Completion:
         self._cut: int | None = None  # characters to keep, where a stop string ended it
         self._given_chars, self._given_tokens, self._given_reason = 0, 0, False
 
-    def add(self, tokens: list[int], logprobs: list[LogprobDict] | None, reason: str | None, stop_token: int | None) -> None:
-        """Take newly committed tokens, which `request.output_token_ids` already holds. Ends it where a stop string matches."""
+    def add(self, tokens: list[int], logprobs: list[LogprobDict] | None, reason: str | None, stop_token: int | None,
+            accepted: int = 0) -> None:
+        """Take newly committed tokens, which `request.output_token_ids` already holds. Ends it where a stop string matches.
+
+        accepted: how many of them, from the first on, are accepted drafts.
+        """
         out = self.output
+        out.from_draft += [True] * accepted + [False] * (len(tokens) - accepted)
         if out.logprobs is not None and logprobs:
             first = len(out.logprobs)
             out.logprobs.extend(logprobs[:len(tokens)])
@@ -43,7 +48,7 @@ class Completion:
             match = self._stop.check(self._text, new)
             if match is not None:
                 self._cut = match.cut
-                del self.request.output_token_ids[match.num_tokens:]
+                del self.request.output_token_ids[match.num_tokens:], out.from_draft[match.num_tokens:]
                 if out.logprobs is not None:
                     del out.logprobs[match.num_tokens:]
                     self._sum_logprobs(0, 0.0)
@@ -71,7 +76,8 @@ class Completion:
         """The output so far. While it runs, text that may yet turn out to begin a stop string is left out."""
         o = self.output
         return CompletionOutput(o.index, self._settled(0), list(o.token_ids), o.cumulative_logprob,
-                                list(o.logprobs) if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+                                list(o.logprobs) if o.logprobs is not None else None, o.finish_reason, o.stop_reason,
+                                list(o.from_draft))
 
     def delta(self) -> CompletionOutput | None:
         """What came since the last call, None if nothing did. All deltas joined are the snapshot at the end."""
@@ -81,7 +87,8 @@ class Completion:
         if not ended and not text and len(o.token_ids) <= first:
             return None
         new = CompletionOutput(o.index, text, o.token_ids[first:], o.cumulative_logprob,
-                               o.logprobs[first:] if o.logprobs is not None else None, o.finish_reason, o.stop_reason)
+                               o.logprobs[first:] if o.logprobs is not None else None, o.finish_reason, o.stop_reason,
+                               o.from_draft[first:])
         self._given_chars += len(text)
         self._given_tokens, self._given_reason = len(o.token_ids), o.finish_reason is not None
         return new

@@ -85,6 +85,7 @@ def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 def _extend(old: CompletionOutput, new: CompletionOutput) -> None:
     old.text += new.text
     old.token_ids += new.token_ids
+    old.from_draft += new.from_draft
     if old.logprobs is not None and new.logprobs is not None:
         old.logprobs += new.logprobs
     old.cumulative_logprob, old.finish_reason, old.stop_reason = new.cumulative_logprob, new.finish_reason, new.stop_reason

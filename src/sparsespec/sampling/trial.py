@@ -49,7 +49,8 @@ def try_grammar(compile_it: Callable[[], Any], vocab_size: int, stop_ids: list[i
         return f"can't be tried ({e})"
     if child == 0:
         try:
-            os.close(out)
+            os.closerange(3, into)  # a server's sockets among them: a child that outlives it must not hold its port
+            os.closerange(into + 1, os.sysconf("SC_OPEN_MAX"))
             os.write(into, _trial(compile_it, vocab_size, stop_ids, bounds).encode("utf8", "replace")[:4096])
         finally:
             os._exit(0)

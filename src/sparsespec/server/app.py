@@ -24,7 +24,7 @@ from sparsespec.server.defaults import sampling_defaults
 from sparsespec.server.errors import add_handlers
 from sparsespec.server.guard import LimitBody, RequireKey
 from sparsespec.server.render import Renderer
-from sparsespec.server.routes import abort, chat, completions, models, status, tokens
+from sparsespec.server.routes import abort, chat, completions, dashboard, models, status, tokens
 from sparsespec.server.service import Service
 from sparsespec.server.token_text import TokenText
 
@@ -43,7 +43,7 @@ def create_app(engine: Engine, config: ServerConfig | None = None, *, make_engin
     service = _service(engine, config, make_engine)
     app = FastAPI(title="sparsespec", root_path=config.root_path, lifespan=_lifespan, redoc_url=None)
     app.state.service = service
-    for module in (chat, completions, models, status, tokens, abort):
+    for module in (chat, completions, models, status, tokens, abort, dashboard):
         app.include_router(module.router)
     add_handlers(app)
     keys = [*(config.api_key or ()), *filter(None, [os.environ.get(KEY_VARIABLE)])]

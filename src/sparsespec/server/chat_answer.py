@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparsespec.core.outputs import CompletionOutput, RequestOutput
+from sparsespec.server.draft_origin import DraftOrigin, Spans
 from sparsespec.server.encoding import encode
 from sparsespec.server.logprobs import LogprobWriter, prompt_logprobs
 from sparsespec.server.parsing import AnyCallDelta, ChoiceParser, Parsing, Piece
@@ -26,6 +27,7 @@ class ChatAnswer:
         self.counter = UsageCounter(parsing.count_reasoning)
         self._logprobs = LogprobWriter(service.token_text, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))
         self._parsers: defaultdict[int, ChoiceParser] = defaultdict(parsing.choice)
+        self._origins: dict[int, DraftOrigin] = {}
         self._show_reasoning = body.include_reasoning is not False
         options = body.stream_options
         self._usage_last = options is not None and options.include_usage
@@ -40,15 +42,15 @@ class ChatAnswer:
         """The body of an answer that is not streamed."""
         self.counter.add(output)
         answer: dict[str, Any] = {"id": self.id, "object": "chat.completion", "created": self.created, "model": self.model,
-                                  "choices": [self._full_choice(c) for c in output.outputs], "usage": self.counter.usage()}
+                                  "choices": [self._full_choice(c, output) for c in output.outputs], "usage": self.counter.usage()}
         if self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._service.token_text)
         if self.body.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer | self._extras()
 
-    def _full_choice(self, c: CompletionOutput) -> dict[str, Any]:
-        piece = self._parsers[c.index].feed(c.text, finished=True)
+    def _full_choice(self, c: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        piece, spans = self._parse(c, output, finished=True)
         message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
         if self.parsing.count_reasoning is not None and self._show_reasoning:
             message |= {"reasoning": piece.reasoning or None, "reasoning_content": piece.reasoning or None}
@@ -57,7 +59,7 @@ class ChatAnswer:
             message |= {"content": piece.content or None, "tool_calls": calls}
         choice = {"index": c.index, "message": message, "logprobs": self._chat_logprobs(c),
                   "finish_reason": self._reason(c), "stop_reason": c.stop_reason}
-        return choice | ({"token_ids": c.token_ids} if self.body.return_token_ids else {})
+        return choice | ({"token_ids": c.token_ids} if self.body.return_token_ids else {}) | self._spans(spans)
 
     # -- in events -----------------------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class ChatAnswer:
 
     def _choice_events(self, c: CompletionOutput, output: RequestOutput) -> list[str]:
         finished = c.finish_reason is not None
-        piece = self._parsers[c.index].feed(c.text, finished)
+        piece, spans = self._parse(c, output, finished)
         events = []
         if c.index not in self._begun:
             self._begun.add(c.index)
@@ -94,6 +96,7 @@ class ChatAnswer:
                 choice["stop_reason"] = c.stop_reason
             if self.body.return_token_ids:
                 choice["token_ids"] = c.token_ids
+            choice |= self._spans(spans)
             events.append(self._event(choice, self._extras() if output.finished else {}))
         return events
 
@@ -118,6 +121,21 @@ class ChatAnswer:
         return delta
 
     # -- both ----------------------------------------------------------------------------------------------------
+
+    def _parse(self, c: CompletionOutput, output: RequestOutput, finished: bool) -> tuple[Piece, Spans]:
+        """What the text of an output is made of, and, where that was asked for, which of it accepted drafts wrote."""
+        parser = self._parsers[c.index]
+        if not self.body.return_draft_spans:
+            return parser.feed(c.text, finished), {}
+        if c.index not in self._origins:
+            self._origins[c.index] = DraftOrigin(self._service.renderer.tokenizer, output.prompt_token_ids, parser,
+                                                 self.body.skip_special_tokens is not False,
+                                                 self.body.spaces_between_special_tokens is not False)
+        return self._origins[c.index].feed(c, finished)
+
+    def _spans(self, spans: Spans) -> dict[str, Any]:
+        shown = {name: runs for name, runs in spans.items() if name == "content" or self._show_reasoning}
+        return {"draft_spans": shown} if shown else {}
 
     def _chat_logprobs(self, c: CompletionOutput) -> dict[str, Any] | None:
         return self._logprobs.chat(c.token_ids, c.logprobs) if c.logprobs is not None else None

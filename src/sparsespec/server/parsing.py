@@ -89,6 +89,11 @@ class ChoiceParser:
         self.reasoning, self.tools, self.one_call = reasoning, tools, one_call
         self.num_calls = 0
 
+    @property
+    def held(self) -> int:
+        """Characters that the search for reasoning holds back; the search for tools may hold back others."""
+        return self.reasoning.held if self.reasoning is not None else 0
+
     def feed(self, text: str, finished: bool) -> Piece:
         """What became certain with the next piece of text."""
         reasoning, content = self.reasoning.feed(text, finished) if self.reasoning is not None else ("", text)

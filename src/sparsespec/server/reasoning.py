@@ -60,6 +60,11 @@ class ReasoningParser:
         """The tag that closes reasoning: what `SamplingParams.reasoning_end_str` is to be."""
         return self.style.end
 
+    @property
+    def held(self) -> int:
+        """Characters, the last ones fed, of which it is not known yet what they are."""
+        return len(self._pending)
+
     def feed(self, delta_text: str, finished: bool = False) -> tuple[str, str]:
         """(reasoning, content) that became certain with the next piece of text; with `finished` all that was held back."""
         text, self._pending = self._pending + delta_text, ""

@@ -47,7 +47,7 @@ class Message(BaseModel):
 
 class ChatCompletionRequest(GenerationBody):
     """max_tokens and max_completion_tokens mean the same; None: to the model's limit. include_reasoning: give it in the answer.
-    thinking_token_budget: tokens of reasoning after which it is ended.
+    thinking_token_budget: tokens of reasoning after which it is ended. return_draft_spans: which text accepted drafts wrote.
 
     continue_final_message: the answer goes on with the last message instead of beginning a new one.
     """
@@ -67,6 +67,7 @@ class ChatCompletionRequest(GenerationBody):
     documents: list[dict[str, Any]] | None = None
     include_reasoning: StrictBool | None = None
     thinking_token_budget: StrictInt | None = None
+    return_draft_spans: StrictBool | None = None
     reasoning_effort: str | None = None
 
 
@@ -105,6 +106,13 @@ class AnswerMessage(BaseModel):
     tool_calls: list[AnswerToolCall] | None = None
 
 
+class DraftSpans(BaseModel):
+    """Of the text of the same name, from its first character on: [Unicode characters, whether accepted drafts wrote them]."""
+
+    reasoning: list[tuple[int, bool]] | None = None
+    content: list[tuple[int, bool]] | None = None
+
+
 class ChatChoice(BaseModel):
     """finish_reason: stop, length, tool_calls or abort. stop_reason: the stop id or string, or what the server ended it for."""
 
@@ -114,6 +122,7 @@ class ChatChoice(BaseModel):
     finish_reason: str
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    draft_spans: DraftSpans | None = None
 
 
 class ChatCompletionResponse(BaseModel):

@@ -41,6 +41,8 @@ def _refuse(body: ChatCompletionRequest) -> None:
     if body.chat_template is not None:
         raise UnsupportedError("chat_template", body.chat_template, "templates are not taken from requests",
                                "Start the server with --chat-template, or render the prompt and use /v1/completions")
+    if body.return_draft_spans and body.tools and body.tool_choice != "none":
+        raise UnsupportedError("return_draft_spans", True, "not available where tools may be called", "Leave one of them out")
     if body.stream and body.prompt_logprobs is not None:
         raise UnsupportedError("prompt_logprobs", body.prompt_logprobs, "not available in a stream", "Set stream to false")
 

@@ -1,0 +1,1 @@
+"""Load on an OpenAI-compatible server, from outside: `sparsespec bench serve`."""
