@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--k", type=int, default=8, help="drafts a round")
     parser.add_argument("--running", type=int, default=20, help="requests")
-    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--iterations", type=int, default=180, help="a multiple of (k + 1)(k + 2) counts whole rounds")
     parser.add_argument("--part", choices=("counted", "slept", "all"), default="all")
     parser.add_argument("--json", type=Path, help="write the figures there")
     a = parser.parse_args()
