@@ -36,6 +36,7 @@ def serve(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams | Seque
             after_step(llm)
         now += 1
         assert now < 100_000, "the engine makes no progress"
+    llm.engine.settle()
     assert_idle(llm)
     return [done[f"serve-{i}"] for i in range(len(prompts))]
 

@@ -65,9 +65,10 @@ def joint(change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def sample(params: list[SamplingParams], seed: int, k: int, budget: int, schedule: str,
-           drafts: Callable[[str, int], int] | None = None) -> list[Tensor]:
+           drafts: Callable[[str, int], int] | None = None, verification: str = "sync") -> list[Tensor]:
     """Three tokens of every completion, one number each: int64 [n] a request. All run in one engine and share its batches."""
-    config = {"num_speculative_tokens": k, "min_budget": budget, "sparse_attn_ratio": 0.0, "adaptive": False, "schedule": schedule}
+    config = {"num_speculative_tokens": k, "min_budget": budget, "sparse_attn_ratio": 0.0, "adaptive": False, "schedule": schedule,
+              "verification": verification}
     llm = LLM(model(), max_num_seqs=256, kv_cache_tokens=256 * 48, max_num_batched_tokens=8192, seed=seed,
               speculative_config=config)
     if drafts is None:
@@ -81,13 +82,14 @@ def sample(params: list[SamplingParams], seed: int, k: int, budget: int, schedul
 
 
 def p_values(n: int, mode: tuple[int, int, int, str], seeded: bool, temperatures: tuple[float, ...] = TEMPERATURES,
-             copies: int = 1) -> list[float]:
+             copies: int = 1, verification: str = "sync") -> list[float]:
     """By temperature, for `copies` requests of n draws each. Asserts on the way that greedy neighbours get the greedy tokens."""
     seed, k, budget, schedule = mode
     each = [t for t in temperatures for _ in range(copies)]
     params = [SamplingParams(temperature=t, n=n, max_tokens=k + 2, seed=10**6 * (10 * seed + i) if seeded else None)
               for i, t in enumerate(each)]
-    *drawn, best = sample([*params, SamplingParams(temperature=0, n=8, max_tokens=k + 2)], seed, k, budget, schedule)
+    *drawn, best = sample([*params, SamplingParams(temperature=0, n=8, max_tokens=k + 2)], seed, k, budget, schedule,
+                          verification=verification)
     first, second, third = (x.argmax(-1) for x in next_logits())
     one, two = int(first[0]), int(second[first[0]])
     assert best.unique().tolist() == [V * V * one + V * two + int(third[V * one + two])]
@@ -99,6 +101,12 @@ def p_values(n: int, mode: tuple[int, int, int, str], seeded: bool, temperatures
 @pytest.mark.parametrize("mode", MODES)
 def test_t04_every_request_has_its_own_temperature(mode: tuple[int, int, int, str], seeded: bool) -> None:
     assert min(p_values(1000, mode, seeded)) >= SOUND
+
+
+@pytest.mark.parametrize("verification", ["delayed", "device"])
+def test_t04_with_results_that_come_late(verification: str) -> None:
+    for mode in MODES[:2]:
+        assert min(p_values(1000, mode, False, verification=verification)) >= SOUND
 
 
 @pytest.mark.slow

@@ -90,6 +90,49 @@ def test_everybody_finishes_with_exactly_what_was_asked(shapes: list[tuple[int, 
         assert s.counters.num_preemptions == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(shapes=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 40)), min_size=1, max_size=14), k=st.integers(0, 9),
+       pages=st.integers(34, 120), max_rows=st.sampled_from([1, 7, 64]), schedule=st.sampled_from(["unified", "lockstep"]),
+       assumes=st.booleans(), leaves=st.sets(st.integers(0, 60)), seed=st.integers(0, 1000))
+def test_results_that_come_one_step_late(shapes: list[tuple[int, int]], k: int, pages: int, max_rows: int, schedule: str,
+                                         assumes: bool, leaves: set[int], seed: int) -> None:
+    """A step is always under way when the next one is planned. Some requests are aborted; all others get what they asked for."""
+    s = scheduler(k=k, pages=pages, max_rows=max_rows, schedule=schedule)
+    s.assumes = assumes
+    requests = [request(str(i), p, o) for i, (p, o) in enumerate(shapes)]
+    for r in requests:
+        s.add(r)
+    rng = np.random.default_rng(seed)
+    flight: list[StepPlan] = []
+    gone: set[Request] = set()
+    for step in range(20000):
+        if not s.has_work():
+            break
+        plan = s.schedule()
+        if plan is not None:
+            assert (plan.starts + plan.rows <= s.limit[plan.slots]).all()
+            assert len(set(plan.slots.tolist())) == plan.num_items
+            assert not plan.assumed.any() or assumes
+            s.launch(plan)
+            flight.append(plan)
+        if len(flight) > 1 or plan is None:
+            done = flight.pop(0)
+            for c in s.commit(done, device(done, rng)):
+                assert c.request not in gone
+                if c.finish_reason:
+                    s.finish(c.request)
+        running = [r for r in requests if r not in gone and len(r.output_token_ids) < r.params.max_tokens]  # type: ignore[operator]
+        if step in leaves and running:
+            gone.add(running[step % len(running)])
+            s.finish(running[step % len(running)])
+        s.check()
+    assert not s.has_work()
+    assert not flight
+    assert all(len(r.output_token_ids) == o for r, (_, o) in zip(requests, shapes, strict=True) if r not in gone)
+    assert s.memory.num_free == s.memory.pages.allocator.num_pages
+    assert s.counters.num_stalled_slots == 0 or not assumes
+
+
 @pytest.mark.parametrize("k", [4, 8])
 def test_unified_iterations_are_alike_and_lockstep_ones_are_not(k: int) -> None:
     """GEMM rows at steady load within 10 % of their mean, though all requests start at once and end at different times."""

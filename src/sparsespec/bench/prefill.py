@@ -60,6 +60,7 @@ class PromptCache:
         stored = [self.kv(ids) for ids in prompts]
         for index, (ids, p) in enumerate(zip(prompts, every, strict=True)):
             engine.add_request(str(index), {"prompt_token_ids": list(ids)}, p)
+        engine.settle()
         engine.scheduler.schedule()  # seats everybody; the plan itself is dropped
         requests = sorted((r for r in engine.scheduler.requests if r is not None), key=lambda r: int(r.request_id))
         if len(requests) != len(prompts):

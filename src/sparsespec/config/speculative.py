@@ -51,7 +51,9 @@ class SpeculativeConfig:
                                             "calibrated chance of one more accepted token is not worth it")
     schedule: str = option("unified", "unified mixes drafts and verifications in each batch; lockstep alternates",
                            choices=("unified", "lockstep"))
-    verification: str = option("sync", "when the CPU handles a verification's result", choices=("sync", "delayed", "device"))
+    verification: str = option("sync", "when the CPU handles a verification's result: sync before the next step, delayed during "
+                                      "the next step, which the request sits out, device during the next step, with it in it",
+                              choices=("sync", "delayed", "device"))
     kv_policy: str = option("offload", "what happens when the KV pool is full", choices=("offload", "recompute", "reserve"))
     adaptive: bool = option(True, "choose k from measured cost and acceptance, and decode plainly where drafts do not pay")
     synthetic_acceptance: float | None = option(None, "benchmarks only: accept each draft with this chance; output is not lossless")

@@ -7,7 +7,7 @@ and whose view is full; plain decode is one without drafts; a prefill chunk is o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,9 @@ class StepPlan:
     slots: the request's row in every table. starts: position of the first query row. rows: query rows. drafted: how
     many of the rows are drafts to verify (in a sparse item: drafts buffered before it). sparse: the KV view; such an item
     has one row, and one more for each token that a cheap proposer put after it, to be checked. emit: the rows from
-    rows - drafted - 1 on want logits and yield tokens. collect: let the policy select from this pass.
+    rows - drafted - 1 on want logits and yield tokens. collect: let the policy select from this pass. assumed: the start
+    holds if the request's last verification, whose result was not known, accepted all drafts; the runner moves it back by
+    the number of tokens that were rejected.
     """
 
     slots: Ints
@@ -35,6 +37,7 @@ class StepPlan:
     sparse: Bools
     emit: Bools
     collect: Bools
+    assumed: Bools
 
     def take(self, kept: Bools) -> StepPlan:
         """The plan of some of its items, kept [items]."""
@@ -52,6 +55,11 @@ class StepPlan:
     def num_sparse_rows(self) -> int:
         """Rows of the sparse items, which come first."""
         return int(self.rows[self.sparse].sum())
+
+    @property
+    def partial(self) -> npt.NDArray[np.int64]:
+        """The prefill chunks that are not their prompts' last."""
+        return np.flatnonzero(self.sparse == self.emit)
 
     @property
     def num_rows(self) -> int:
@@ -76,3 +84,7 @@ class StepResult:
     logprobs: dict[int, list[LogprobDict]] = field(default_factory=dict)
     draft_counts: Ints | None = None
     confidence: npt.NDArray[np.float32] | None = None
+
+    def take(self, kept: Bools) -> StepResult:
+        """The same for some of the emitting items, kept [n]."""
+        return replace(self, items=self.items[kept], tokens=self.tokens[kept], num_tokens=self.num_tokens[kept], bad=self.bad[kept])

@@ -1,4 +1,4 @@
-"""The engine: takes requests, runs steps, gives outputs. One step is schedule, execute, commit.
+"""The engine: takes requests, runs steps, gives outputs. One step is schedule, execute, commit; engine/pipeline.py says when.
 
     engine = Engine(EngineConfig.from_kwargs(model=None))
     engine.add_request("a", "Why is the sky blue?", SamplingParams(max_tokens=64))
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from sparsespec.core.sampling_params import SamplingParams
 from sparsespec.engine.admission import Admission, Limits, Prompt
 from sparsespec.engine.memory import pool_tokens
 from sparsespec.engine.output import Completion, Group
+from sparsespec.engine.pipeline import Arrival, Pipeline, Step
 from sparsespec.engine.weights import WeightKeeper, WeightSource
 from sparsespec.kv.host_pool import HostPool
 from sparsespec.kv.pool import KVPool
@@ -69,20 +71,23 @@ class Engine:
                         copier=make_copier(self.pool, self.host_pool, cache.page_size),
                         prefix_caching=cache.enable_prefix_caching, round_tokens=max_drafts + 1)
         self.runner = ModelRunner(self.loaded, config, self.pool, self.pages, self.policies, self.max_model_len)
+        self.pipeline = Pipeline(self.runner, spec.verification)
         self.controller = self._controller(max_drafts)
         self.early_stop = None if spec.draft_cost is None else EarlyStop(slots, max_drafts, spec.draft_cost)
         self.runner.decider.wants_confidence = self.early_stop is not None
         max_rows = config.scheduler.max_num_batched_tokens or (512 if self.loaded.device.type == "cpu" else 2048)
         self.scheduler = Scheduler(config.scheduler, max_rows, memory,
                                    make_kv_policy(spec.kv_policy, host=self.host_pool is not None),
-                                   make_phases(spec.schedule, max_drafts, slots), max_drafts, self._draft_length)
+                                   make_phases(spec.schedule, max_drafts, slots), max_drafts, self._draft_length,
+                                   assumes=spec.verification == "device")
         self.admission = Admission(Limits(self.max_model_len, self.pages.capacity, model.vocab_size), self.loaded.tokenizer,
                                    self.loaded.eos_token_ids, config.load.seed)
         self.weights = WeightKeeper(self.loaded, self.pool)
         self._weights_version = self.weights.version
         self.groups: dict[str, Group] = {}
         self._owners: dict[Request, tuple[Group, Completion]] = {}
-        self.seconds = {"schedule": 0.0, "execute": 0.0, "commit": 0.0}
+        self._ready: list[RequestOutput] = []  # outputs of steps that were waited for between two calls of step()
+        self.seconds = {"schedule": 0.0, "execute": 0.0, "wait": 0.0, "commit": 0.0}
         self.rows = PhaseRows()
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, *, stream: bool = False,
@@ -116,55 +121,73 @@ class Engine:
         self.groups[request_id] = group
 
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.has_work()
+        """Whether any request waits or runs, or outputs are yet to be given."""
+        return self.scheduler.has_work() or bool(self._ready)
 
     def step(self) -> list[RequestOutput]:
         """One iteration. Gives the outputs of requests that ended or, if streamed, grew."""
         t0 = time.perf_counter()
         plan = self.scheduler.schedule()
-        if plan is None:
-            if self.scheduler.has_work():
-                time.sleep(_POLL)
-            return []
-        for slot in self.scheduler.vacated:
-            self.runner.leave(slot)
-        self.scheduler.vacated.clear()
-        for request in self.scheduler.admitted:
-            self.runner.seat(request)
-            if request.metrics.first_scheduled_time is None:
-                request.metrics.first_scheduled_time = time.monotonic()
-        self.scheduler.admitted.clear()
-        self.controller.prepare(plan)
-        self.rows.count(plan)
+        if plan is not None:
+            self._submit(plan)
         t1 = time.perf_counter()
-        result = self.runner.execute(plan)
-        t2 = time.perf_counter()
-        commits = self.scheduler.commit(plan, result)
-        outputs = self._outputs(commits, result)
-        self._learn(plan, result, commits, t2 - t1)
-        self._propose()
-        t3 = time.perf_counter()
-        for stage, spent in (("schedule", t1 - t0), ("execute", t2 - t1), ("commit", t3 - t2)):
-            self.seconds[stage] += spent
+        self.seconds["schedule"] += t1 - t0
+        done = self._finish(drain=plan is None)
+        if plan is None and not done and self.scheduler.has_work():
+            time.sleep(_POLL)
+        if not self.groups:
+            self.settle()
+        outputs, self._ready = self._ready, []
         if not self.scheduler.num_running:
             self.scheduler.check()
         return outputs
+
+    def settle(self) -> None:
+        """Wait for the steps under way; the next call of step() gives their outputs."""
+        while self._finish(drain=True):
+            pass
+
+    def _submit(self, plan: StepPlan) -> None:
+        scheduler = self.scheduler
+        arriving = [Arrival(r, r.slot, r.prompt_token_ids + r.output_token_ids) for r in scheduler.admitted]
+        for a in arriving:
+            a.request.metrics.first_scheduled_time = a.request.metrics.first_scheduled_time or time.monotonic()
+        self.controller.prepare(plan)
+        self.rows.count(plan)
+        self.pipeline.submit(plan, scheduler.vacated, arriving)
+        scheduler.vacated.clear()
+        scheduler.admitted.clear()
+        scheduler.launch(plan)
+
+    def _finish(self, *, drain: bool) -> bool:
+        """Commit the step whose result is due, with `drain` any that is under way; False if there is none."""
+        t0 = time.perf_counter()
+        done = self.pipeline.collect(drain=drain)
+        if done is None:
+            return False
+        t1 = time.perf_counter()
+        commits = self.scheduler.commit(done.plan, done.result)
+        self._ready += self._outputs(commits, done.result)
+        self._learn(done, commits)
+        self._propose()
+        for stage, spent in (("execute", done.seconds), ("wait", t1 - t0), ("commit", time.perf_counter() - t1)):
+            self.seconds[stage] += spent
+        return True
 
     def _controller(self, max_drafts: int) -> FixedLength:
         if not (self.config.speculative.adaptive and self.policy.drafts):
             return FixedLength(max_drafts)
         model, size = self.loaded.config, self.loaded.dtype.itemsize
-        return AdaptiveLength(self.policy, lambda: measure_costs(self.runner), model.weights_a_pass * size,
-                              model.kv_bytes_per_token(size))
+        return AdaptiveLength(self.policy, lambda: self.pipeline.run(partial(measure_costs, self.runner)),
+                              model.weights_a_pass * size, model.kv_bytes_per_token(size))
 
-    def _learn(self, plan: StepPlan, result: StepResult, commits: Sequence[Commit], seconds: float) -> None:
+    def _learn(self, done: Step, commits: Sequence[Commit]) -> None:
         """Let the controllers see a step; where one stops drafting, drafts that are under way are verified as they are."""
         if self.early_stop is not None:
-            self.early_stop.verified(plan, result)
-            self.scheduler.stop_drafting(self.early_stop.drafted(plan, result))
+            self.early_stop.verified(done.plan, done.result)
+            self.scheduler.stop_drafting(self.early_stop.drafted(done.plan, done.result))
         before = self.controller.draft_length()
-        self.controller.observe(plan, [(c.drafted, c.accepted) for c in commits if not c.request.traits.policy], seconds)
+        self.controller.observe(done.plan, [(c.drafted, c.accepted) for c in commits if not c.request.traits.policy], done.seconds)
         if before and not self.controller.draft_length():
             s = self.scheduler
             s.stop_drafting(np.flatnonzero(s.active & (s.policy == 0) & (s.drafted < s.target)))
@@ -175,7 +198,8 @@ class Engine:
         slots = scheduler.wants_proposals[scheduler.active[scheduler.wants_proposals]]
         if len(slots):
             most = scheduler.proposal_room(slots)
-            scheduler.offer(slots, self.runner.propose(slots, scheduler.length[slots], scheduler.drafted[slots], most))
+            length, drafted = scheduler.length[slots], scheduler.drafted[slots]
+            scheduler.offer(slots, self.pipeline.run(partial(self.runner.propose, slots, length, drafted, most)))
 
     def _draft_length(self, policy: int) -> int:
         """k that rounds of a policy begin with now: the controller's for the engine's own, fixed for one that a request chose."""
@@ -224,6 +248,8 @@ class Engine:
         self.weights.wake_up()
 
     def _need_idle(self, call: str) -> None:
+        if not self.groups:
+            self.settle()
         if self.has_work():
             raise StateError(call, self.scheduler.num_running, "requests are in the engine", "Let them finish, or abort them")
         while len(self.scheduler.memory.transfers):
@@ -270,8 +296,6 @@ class Engine:
 
 def _refuse_unsupported(config: EngineConfig) -> None:
     spec = config.speculative
-    if spec.verification != "sync":
-        raise UnsupportedError("speculative_config.verification", spec.verification, "not available yet", 'Use "sync"')
     if spec.draft_cost is not None and (spec.verification != "sync" or spec.method in ("ngram", "eagle3", "hierarchy", "triforce")):
         raise UnsupportedError("speculative_config.draft_cost", spec.draft_cost, "needs drafts that come and are read one by one",
                                'Leave it out, or use a policy of sparse drafts alone with verification="sync"')

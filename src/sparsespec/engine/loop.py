@@ -147,6 +147,8 @@ class EngineLoop:
             self.stats, self._stats_at = engine.stats(), t
 
     def _restart(self) -> bool:
+        if self.engine is not None:
+            self.engine.pipeline.close()
         self.engine = None  # before its successor takes as much memory
         gc.collect()
         try:

@@ -45,6 +45,7 @@ _COUNTERS = {
     "restored_tokens": ("restored_tokens", "Tokens whose KV came back from the host"),
     "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens that the prefix cache had"),
     "num_stalled_rows": ("num_stalled_rows", "Query rows that waited an iteration for a copy to make room"),
+    "num_stalled_slots": ("num_stalled_slots", "Requests that sat an iteration out as their last result was not known yet"),
     "failed_copies": ("failed_copies", "Copies between device and host that failed"),
     "spec_decode_num_drafts": ("num_drafts", "Rounds that drafted"),
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "Drafted tokens"),

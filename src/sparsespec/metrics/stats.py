@@ -15,8 +15,9 @@ def collect_stats(scheduler: Scheduler, runner: ModelRunner, seconds: dict[str, 
 
     num_drafts: rounds that drafted; num_accepted_tokens excludes the bonus token; accepted_per_position: how often the
     draft at each position was accepted, of drafted_per_position. num_stalled_rows: rows that sat an iteration out while a
-    copy made room. *_pages_free counts pages that hold nothing but cached prefixes (cached_pages) as free. seconds_*: by
-    stage; prepare to select are parts of execute.
+    copy made room; num_stalled_slots: requests that sat one out as their last result was not known yet. *_pages_free counts
+    pages that hold nothing but cached prefixes (cached_pages) as free. seconds_*: by stage. execute is the device's, with
+    prepare to select as its parts, and may go on beside the CPU's stages; wait is what the CPU waits for it.
     """
     c, t, memory = scheduler.counters, runner.times, scheduler.memory
     return {
@@ -26,6 +27,7 @@ def collect_stats(scheduler: Scheduler, runner: ModelRunner, seconds: dict[str, 
         "num_emitted_tokens": c.num_emitted_tokens,
         "num_preemptions": c.num_preemptions, "num_recomputed_tokens": c.num_recomputed_tokens,
         "num_cached_tokens": c.num_cached_tokens, "num_stalled_rows": c.num_stalled_rows,
+        "num_stalled_slots": c.num_stalled_slots,
         "offloaded_tokens": memory.swapper.offloaded_tokens, "restored_tokens": memory.swapper.restored_tokens,
         "spilled_pages": memory.prefixes.spilled_pages, "failed_copies": memory.transfers.num_failed,
         "device_pages_total": memory.pages.allocator.num_pages, "device_pages_free": memory.num_free,
@@ -34,5 +36,6 @@ def collect_stats(scheduler: Scheduler, runner: ModelRunner, seconds: dict[str, 
         "running": scheduler.num_running, "waiting": len(scheduler.waiting), "swapped": len(memory.swapper),
         "kv_bytes_read": t.kv_bytes_read, "draft_length": draft_length,
         "seconds_schedule": seconds["schedule"], "seconds_execute": seconds["execute"], "seconds_commit": seconds["commit"],
+        "seconds_wait": seconds["wait"],
         "seconds_prepare": t.prepare, "seconds_forward": t.forward, "seconds_sample": t.sample, "seconds_select": t.select,
     }

@@ -71,9 +71,9 @@ class Decider:
         self._draft_probs: Tensor | None = None
         self._shape = (slots, max_drafts, vocab_size)
 
-    def seat(self, request: Request) -> None:
+    def seat(self, request: Request, slot: int) -> None:
         """Bring a request's settings to its slot."""
-        slot, params = request.slot, request.params
+        params = request.params
         self.table.set(slot, params, prompt_len=len(request.prompt_token_ids), seed=request.seed, coupled=request.coupled,
                        eos_token_ids=sorted(request.stop_ids), bad_word_ids=request.bad_word_ids, constraint=request.constraint)
         self.rejects[slot] = not params.greedy and not request.coupled

@@ -47,8 +47,9 @@ class LogprobCollector:
                 out[i] = dicts[end - size:end]
         return out
 
-    def prompt(self, request: Request, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
-        """Score the prompt's tokens that follow rows of hidden states [n, hidden] at positions from `start` on."""
+    def prompt(self, request: Request, slot: int, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor],
+               tokens: Tensor) -> None:
+        """Score the tokens of the prompt in `slot` that follow rows of hidden states [n, hidden] at positions from `start` on."""
         count, top = request.params.prompt_logprobs, len(request.prompt_token_ids)
         if count is None:
             return
@@ -56,8 +57,8 @@ class LogprobCollector:
         for low in range(0, min(len(hidden), top - 1 - start), _PROMPT_ROWS):
             high = min(low + _PROMPT_ROWS, len(hidden), top - 1 - start)
             places = torch.arange(start + low + 1, start + high + 1, device=hidden.device)
-            rows = Rows(torch.full_like(places, request.slot), places)
-            found[start + low + 1:start + high + 1] = self._dicts(logits(hidden[low:high]), tokens[request.slot, places], count,
+            rows = Rows(torch.full_like(places, slot), places)
+            found[start + low + 1:start + high + 1] = self._dicts(logits(hidden[low:high]), tokens[slot, places], count,
                                                                   rows, tokens)
 
     def take_prompt(self, request: Request) -> list[LogprobDict | None] | None:

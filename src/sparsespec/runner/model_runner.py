@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -61,15 +61,15 @@ class ModelRunner:
         self.requests: list[Request | None] = [None] * slots
         self.policy = np.zeros(slots, np.int32)  # index of each slot's policy
         self._selected = np.zeros(slots, bool)  # whether the policy has selected for the slot's request yet
+        self._rejected = np.zeros(slots, np.int32)  # tokens that each slot's last verification fell short of the most it could give
         self.times = RunnerTimes()
 
-    def seat(self, request: Request) -> None:
+    def seat(self, request: Request, slot: int, ids: list[int]) -> None:
         """Bring an admitted request's tokens and sampling settings to its slot."""
-        ids = request.prompt_token_ids + request.output_token_ids
-        self.tokens[request.slot, :len(ids)] = torch.tensor(ids, dtype=torch.int64)
-        self.decider.seat(request)
-        self.requests[request.slot] = request
-        self.policy[request.slot], self._selected[request.slot] = request.traits.policy, False
+        self.tokens[slot, :len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        self.decider.seat(request, slot)
+        self.requests[slot] = request
+        self.policy[slot], self._selected[slot] = request.traits.policy, False
 
     def leave(self, slot: int) -> None:
         """The slot's request is gone; its settings cost the others nothing any more."""
@@ -83,6 +83,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute a step. The result holds host arrays: this waits for the device."""
         t0 = time.perf_counter()
+        plan = self.resolve(plan)
         batch = build_batch(plan, self.pages, self.device)
         scores = self._plan_attention(plan, batch)
         t1 = time.perf_counter()
@@ -105,6 +106,12 @@ class ModelRunner:
         t = self.times
         t.prepare, t.forward, t.sample, t.select = t.prepare + t1 - t0, t.forward + t2 - t1, t.sample + t3 - t2, t.select + t4 - t3
         return result
+
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """The plan as it is, now that the verifications before it have run: assumed starts go back by what was rejected."""
+        if not plan.assumed.any():
+            return plan
+        return replace(plan, starts=plan.starts - np.where(plan.assumed, self._rejected[plan.slots], 0))
 
     @torch.inference_mode()
     def propose(self, slots: np.ndarray, lengths: np.ndarray, drafted: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -196,6 +203,7 @@ class ModelRunner:
                                       batch.first_logit - n, plan.starts[emitting] + plan.rows[emitting] - drafted)
         result = StepResult(emitting.astype(np.int32), verdict.tokens.cpu().numpy(),
                             verdict.num_emitted.cpu().numpy().astype(np.int32), verdict.bad.cpu().numpy())
+        self._rejected[plan.slots[emitting]] = plan.drafted[emitting] + 1 - result.num_tokens
         found = self.logprobs.emitted([self.requests[s] for s in plan.slots[emitting]], batch.first_logit - n, result.tokens,
                                       result.num_tokens, logits[n:], rows, self.tokens)
         result.logprobs = {int(emitting[i]): dicts for i, dicts in found.items()}
@@ -205,13 +213,16 @@ class ModelRunner:
         for i in range(plan.num_sparse, plan.num_items):
             request, first = self.requests[plan.slots[i]], int(batch.first[i])
             if request is not None and request.params.prompt_logprobs is not None:
-                self.logprobs.prompt(request, int(plan.starts[i]), hidden[first:first + int(plan.rows[i])], self.model.logits,
-                                     self.tokens)
+                self.logprobs.prompt(request, int(plan.slots[i]), int(plan.starts[i]), hidden[first:first + int(plan.rows[i])],
+                                     self.model.logits, self.tokens)
 
     def _select(self, plan: StepPlan, result: StepResult, scores: dict[int, Tensor]) -> None:
         """Let each collecting request's policy choose what its next drafts see."""
         for item, num, bad in zip(result.items.tolist(), result.num_tokens.tolist(), result.bad.tolist(), strict=True):
-            if not plan.collect[item] or bad:
+            if not plan.collect[item]:
+                continue
+            if bad:  # nobody will read what comes after it, but a step that is on its way drafts it
+                self.selection.put_none(int(plan.slots[item]), int(plan.starts[item]))
                 continue
             slot, rows, drafted = int(plan.slots[item]), int(plan.rows[item]), int(plan.drafted[item])
             policy, prompt = self.policies[int(self.policy[slot])], not self._selected[slot]

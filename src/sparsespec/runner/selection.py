@@ -34,6 +34,10 @@ class SelectionStore:
         self.tail[slot], self.width[slot] = tail, width
         self.entries[slot] = positions.numel() if counts is None else int(counts.sum())
 
+    def put_none(self, slot: int, tail: int) -> None:
+        """Store that drafts see nothing but the tail."""
+        self.put(slot, tail, self.positions[slot, :, :, :0])
+
     def _store(self, slot: int, positions: Tensor, counts: Tensor | int) -> None:
         width = positions.shape[-1]
         if width > self.positions.shape[-1]:

@@ -21,10 +21,11 @@ from sparsespec.scheduler.memory import Memory
 
 
 class Running(Protocol):
-    """What a policy sees of the scheduler. order [slots]: grows with each arrival on the device; movable [n]: slots whose
-    requests run and may leave now."""
+    """What a policy sees of the scheduler. active [slots]: the request runs; order [slots]: grows with each arrival on the
+    device; movable [n]: slots whose requests run and may leave now, to be asked for only if somebody has to."""
 
     memory: Memory
+    active: npt.NDArray[np.bool_]
     order: npt.NDArray[np.int64]
 
     def movable(self) -> npt.NDArray[np.int64]: ...
@@ -76,8 +77,7 @@ class Offload(Recompute):
         lead = memory.transfers.lead
         if lead < 1:
             return
-        slots = s.movable()
-        wanted = int(len(slots) * lead) // memory.pages.page_size + 1  # a request grows by about a row an iteration
+        wanted = int(np.count_nonzero(s.active) * lead) // memory.pages.page_size + 1  # a request grows by about a row an iteration
         if memory.pages.allocator.num_free < wanted and memory.num_free < wanted:
             self._swap(s, wanted)
 

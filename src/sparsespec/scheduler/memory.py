@@ -68,11 +68,19 @@ class Memory:
         """Pages [n] that slots [n] lack to hold `lengths` tokens."""
         return np.maximum(self.pages.needed(lengths) - self.pages.counts[slots], 0)
 
-    def grow(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], count: int) -> None:
-        """Give distinct slots [n] the pages that they lack, `count` in all, which are secured."""
-        if not self.pages.grow_all(slots, lengths):
-            raise RuntimeError("pages were not secured")
-        self._slack = max(0, self._slack + self.swapper.take_freed() - count)
+    def hold(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> int:
+        """Give distinct slots [n] the pages that they lack to hold `lengths` tokens; gives how many are missing, and then none
+        was taken."""
+        missing = self.missing(slots, lengths)
+        short = np.flatnonzero(missing)
+        count = int(missing[short].sum())
+        if not self.secure(count):
+            return count
+        if count:
+            if not self.pages.grow_all(slots[short], lengths[short]):
+                raise RuntimeError("pages were not secured")
+            self._slack = max(0, self._slack + self.swapper.take_freed() - count)
+        return 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -94,11 +102,15 @@ class Memory:
             self.prefixes.load(slot, len(device), host)
         return Placement(len(device) * self.pages.page_size, bool(len(host)))
 
-    def release(self, slot: int, request: Request, committed: int) -> None:
-        """A request leaves its slot: on the device, on the host or between the two. `committed` tokens of KV may be cached."""
+    def retire(self, slot: int, request: Request, committed: int) -> None:
+        """A request is to leave its slot, on the device, on the host or between the two; `release` follows. `committed` tokens
+        of KV may be cached."""
         self.prefixes.forget(slot)
         self.swapper.forget(slot)
         self.prefixes.publish(slot, request, min(committed, int(self.pages.counts[slot]) * self.pages.page_size))
+
+    def release(self, slot: int) -> None:
+        """The slot's pages are in use no more."""
         self.pages.release(slot)
 
     def swap_out(self, slot: int, committed: int, length: int, limit: int) -> bool:

@@ -38,6 +38,7 @@ class Counters:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.num_stalled_rows = 0
+        self.num_stalled_slots = 0
         self.num_cached_tokens = 0
         # full passes that yielded tokens, by how many drafts they had and by how many of these were accepted
         self._drafted, self._accepted = np.zeros(max_drafts + 1, np.int64), np.zeros(max_drafts + 1, np.int64)

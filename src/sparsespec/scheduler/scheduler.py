@@ -16,6 +16,7 @@ import numpy as np
 from sparsespec.config.engine import SchedulerConfig
 from sparsespec.core.plan import StepPlan, StepResult
 from sparsespec.core.request import Request
+from sparsespec.scheduler.flights import Flights
 from sparsespec.scheduler.kv_policy import KVPolicy
 from sparsespec.scheduler.memory import Memory
 from sparsespec.scheduler.outcome import Commit, Counters, cut
@@ -26,19 +27,20 @@ _REASONS = (None, "length", "stop")
 
 
 class Scheduler:
-    """See the module. draft_length: index of a policy → k that its rounds begin with now, 0 for plain decoding."""
+    """See the module. draft_length: index of a policy → k of rounds that begin now, 0 for plain decoding; assumes: `launch`."""
 
     def __init__(self, config: SchedulerConfig, max_rows: int, memory: Memory, kv_policy: KVPolicy, phases: Phases, max_drafts: int,
-                 draft_length: Callable[[int], int]) -> None:
+                 draft_length: Callable[[int], int], *, assumes: bool = False) -> None:
         n = config.max_num_seqs
         self.memory, self.kv_policy, self.phases, self.draft_length = memory, kv_policy, phases, draft_length
-        self.max_rows = max_rows
+        self.max_rows, self.assumes = max_rows, assumes
         self.waiting: deque[Request] = deque()
         self.requests: list[Request | None] = [None] * n
         self._free = list(range(n - 1, -1, -1))
         self.active = np.zeros(n, bool)  # False as well while a request is away from the device
         self.length, self.computed, self.drafted, self.proposed = (np.zeros(n, np.int32) for _ in range(4))
-        self.target, self.limit, self.policy, self.most = (np.zeros(n, np.int32) for _ in range(4))
+        self.target, self.limit, self.policy, self.most, self.sure = (np.zeros(n, np.int32) for _ in range(5))
+        self.flights, self.drain = Flights(n), False  # drain: nothing can be planned before the results under way are known
         self.order = np.zeros(n, np.int64)  # by arrival on the device
         self.selects, self.proposes, self.selected, self.published = (np.zeros(n, bool) for _ in range(4))
         self.stop_ids = np.full((n, 1), -1, np.int64)  # as many columns as any request needed
@@ -89,7 +91,10 @@ class Scheduler:
         return True
 
     def movable(self) -> np.ndarray:
-        """Slots whose requests run and can be taken off the device now."""
+        """Slots whose requests run and can be taken off the device now; with a step under way none, and it is to be drained."""
+        if len(self.flights):
+            self.drain = True
+            return np.zeros(0, np.int64)
         return np.flatnonzero(self.active)
 
     @property
@@ -115,14 +120,20 @@ class Scheduler:
         slot = request.slot
         self.phases.end(np.array([slot]))
         in_place = sound and self.active[slot]  # not on the host, nor on its way back, nor lost on it
-        self.memory.release(slot, request, int(self.computed[slot]) if in_place else 0)
+        self.memory.retire(slot, request, int(self.sure[slot]) if in_place else 0)
         self.requests[slot] = None
         self.active[slot] = False
-        self._free.append(slot)
-        self.vacated.append(slot)
         if request in self.admitted:
             self.admitted.remove(request)
         request.slot = -1
+        if not self.flights.keep(slot):
+            self._vacate(slot)
+
+    def _vacate(self, slot: int) -> None:
+        self.memory.release(slot)
+        self.flights.clear(slot)
+        self._free.append(slot)
+        self.vacated.append(slot)
 
     def _settle(self) -> None:
         """What copies brought that have ended."""
@@ -164,6 +175,7 @@ class Scheduler:
         """The KV of more tokens of a request was there already."""
         request = self._at(slot)
         self.computed[slot] += tokens
+        self.sure[slot] = self.computed[slot]
         if request in self._lost:
             self.counters.num_recomputed_tokens -= min(tokens, self._lost[request])
         else:
@@ -191,22 +203,31 @@ class Scheduler:
     # -- one iteration -------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next iteration, or None when nothing can run."""
+        """The next iteration, or None when nothing can run, or not before the steps under way are committed."""
+        self.drain = False
         self.memory.poll()
         self._settle()
         self._admit()
         self.kv_policy.ahead(self)
         plan = self._plan()
-        while plan is not None and (count := self._hold(plan)):
-            plan = self._plan() if self.kv_policy.relieve(self, count) else self._affordable(plan)
-        if plan is not None:
-            self.now += 1
-            self.counters.iterations += 1
-            self.counters.gemm_rows += plan.num_rows
+        while plan is not None and not self.drain and (count := self.memory.hold(plan.slots, plan.starts + plan.rows)):
+            if self.kv_policy.relieve(self, count):
+                plan = self._plan()
+            elif not self.drain:
+                plan = self._affordable(plan)
+        if plan is None or self.drain:
+            return None
+        self.now += 1
+        self.counters.iterations += 1
+        self.counters.gemm_rows += plan.num_rows
+        if len(self.flights):
+            waiting = np.flatnonzero(self.active & self.flights.held)
+            self.counters.num_stalled_slots += len(waiting)
+            self.phases.end(waiting)
         return plan
 
     def _plan(self) -> StepPlan | None:
-        slots = np.flatnonzero(self.active).astype(np.int32)
+        slots = np.flatnonzero(self.active & ~self.flights.held).astype(np.int32)
         length, computed, drafted = self.length[slots], self.computed[slots], self.drafted[slots]
         decoding = length - computed == 1
         sparse = decoding & self.selects[slots] & (drafted < self.target[slots])
@@ -226,19 +247,8 @@ class Scheduler:
         collect = emit & self.selects[slots] & (self.limit[slots] - length[order] > 1)
         if collect.any():
             collect &= self._draft_lengths(slots) > 0
-        return StepPlan(slots, starts, rows, np.where(emit | sparse, drafted, 0).astype(np.int32), sparse, emit, collect)
-
-    def _hold(self, plan: StepPlan) -> int:
-        """Take the pages that the plan writes to; gives how many are missing, and then none was taken."""
-        ends = plan.starts + plan.rows
-        missing = self.memory.missing(plan.slots, ends)
-        short = np.flatnonzero(missing)
-        count = int(missing[short].sum())
-        if not self.memory.secure(count):
-            return count
-        if count:
-            self.memory.grow(plan.slots[short], ends[short], count)
-        return 0
+        return StepPlan(slots, starts, rows, np.where(emit | sparse, drafted, 0).astype(np.int32), sparse, emit, collect,
+                        self.flights.over[slots] > 0)
 
     def _affordable(self, plan: StepPlan) -> StepPlan | None:
         """The items for which there are pages, those longest on the device first; the others sit this iteration out."""
@@ -249,28 +259,62 @@ class Scheduler:
         self.counters.num_stalled_rows += int(plan.rows[~kept].sum())
         return plan.take(kept) if kept.any() else None
 
+    def launch(self, plan: StepPlan) -> None:
+        """The device was given the plan: take in what is sure of it, so that the next one can be made before its result is known.
+
+        Drafts and prefill chunks go on. Whoever gets tokens waits for them, or, if `assumes`, goes on as if all drafts were
+        accepted, the most that pages and limits must allow for; `commit` corrects it. Proposals always wait to be checked.
+        """
+        flights, emitting, drafting = self.flights, plan.slots[plan.emit], plan.slots[:plan.num_sparse]
+        flights.start(plan)
+        self.selected[emitting] = plan.collect[plan.emit]
+        flights.held[emitting] = True
+        proposing = self.proposes[drafting]
+        if proposing.any():
+            flights.held[drafting[proposing]] = True
+            drafting = drafting[~proposing]
+        self.drafted[drafting] += 1
+        partial = plan.partial
+        self.computed[plan.slots[partial]] += plan.rows[partial]
+        if self.assumes:
+            ahead = ~self.proposes[emitting]
+            going, most = emitting[ahead], plan.drafted[plan.emit][ahead] + 1
+            flights.assume(going, most)
+            self.length[going] += most
+            self.computed[going] = self.length[going] - 1
+            self.drafted[going] = 0
+            self._begin_rounds(going)
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[Commit]:
-        """Take a step's results into the state: the one place where tokens and KV become committed."""
-        slots = plan.slots
-        self._buffer(slots[:plan.num_sparse], result)
-        partial = ~plan.sparse & ~plan.emit
-        self.computed[slots[partial]] += plan.rows[partial]
-        if not len(result.items):
-            return []
-        emitting = slots[result.items]
-        length = self.length[emitting]
-        counts, ended, stopped = cut(result, length, self.limit[emitting], self.min_length[emitting], self.stop_ids[emitting])
-        drafted = plan.drafted[result.items]
+        """Take a step's results into the state: the one place where tokens and KV become committed. Results of requests that
+        have left are dropped. A plan that was not launched is so now."""
+        if not self.flights.knows(plan):
+            self.launch(plan)
+        for slot in self.flights.land(plan):
+            self._vacate(slot)
+        self._buffer(plan.slots[:plan.num_sparse], result)
+        partial = plan.partial
+        self.sure[plan.slots[partial]] = plan.starts[partial] + plan.rows[partial]
+        live = self.active[plan.slots[result.items]]
+        return self._verified(plan, result if live.all() else result.take(live)) if live.any() else []
+
+    def _verified(self, plan: StepPlan, result: StepResult) -> list[Commit]:
+        slots, drafted, flights = plan.slots[result.items], plan.drafted[result.items], self.flights
+        waited = flights.held[slots]
+        assumed = np.where(waited, 0, drafted + 1)
+        length = self.length[slots] - flights.over[slots]
+        counts, ended, stopped = cut(result, length, self.limit[slots], self.min_length[slots], self.stop_ids[slots])
         accepted = np.minimum(result.num_tokens - 1 + result.bad, counts)
         ended |= stopped
         bad = result.bad & ~ended
         self.counters.count(drafted, accepted, int(counts.sum()))
-        self.selected[emitting] = plan.collect[result.items]
-        self.length[emitting] = length + counts
-        self.computed[emitting] = length + counts - 1
-        self.drafted[emitting] = 0
-        commits = self._commits(emitting, result, counts, drafted, accepted, ended, stopped, bad)
-        self._go_on(emitting[~ended & ~bad])
+        flights.settle(slots, assumed)
+        self.length[slots] += counts - assumed
+        self.computed[slots] = self.length[slots] - 1
+        self.sure[slots] = length + counts - 1
+        self.drafted[slots[waited]] = 0
+        commits = self._commits(slots, result, counts, drafted, accepted, ended, stopped, bad)
+        self._go_on(slots, waited, ~ended & ~bad)
         return commits
 
     def _commits(self, slots: np.ndarray, result: StepResult, counts: np.ndarray, drafted: np.ndarray, accepted: np.ndarray,
@@ -286,28 +330,27 @@ class Scheduler:
         return list(map(Commit, requests, result.items.tolist(), tokens, drafted.tolist(), accepted.tolist(), reasons,
                         stop_tokens, bad.tolist()))
 
-    def _go_on(self, slots: np.ndarray) -> None:
-        """The requests in slots [n] begin their next rounds."""
-        for slot in slots[~self.published[slots]].tolist():
+    def _go_on(self, slots: np.ndarray, waited: np.ndarray, alive: np.ndarray) -> None:
+        """Those requests in slots [n] that go on, and waited for it, begin their next rounds."""
+        for slot in slots[alive & ~self.published[slots]].tolist():
             self._publish(slot, self._at(slot))
+        slots = slots[alive & waited]
         self._begin_rounds(slots)
         begun = slots[self.proposes[slots] & (self.target[slots] > 0)]
         if len(begun):
             self.wants_proposals = np.concatenate([self.wants_proposals, begun.astype(np.int32)])
 
     def _buffer(self, slots: np.ndarray, result: StepResult) -> None:
-        """Enter what the sparse items drafted."""
+        """Count the sparse items in slots [n], and enter what those with a proposer drafted."""
         self.wants_proposals = np.zeros(0, np.int32)
-        if not len(slots):
-            return
-        self.drafted[slots] += 1 if result.draft_counts is None else result.draft_counts
-        self.proposed[slots] = 0
         self.counters.num_draft_passes += len(slots)
-        proposing = slots[self.proposes[slots]]
-        if len(proposing):
-            full = self.drafted[proposing] >= self.target[proposing]
-            self.phases.due(self.now, proposing[full])
-            self.wants_proposals = proposing[self.target[proposing] - self.drafted[proposing] > 1]
+        if (checked := self.proposes[slots] & self.active[slots]).any():
+            slots = slots[checked]
+            self.drafted[slots] += 1 if result.draft_counts is None else result.draft_counts[checked]
+            self.proposed[slots] = 0
+            self.flights.held[slots] = False
+            self.phases.due(self.now, slots[self.drafted[slots] >= self.target[slots]])
+            self.wants_proposals = slots[self.target[slots] - self.drafted[slots] > 1]
 
     def stop_drafting(self, slots: np.ndarray) -> None:
         """Verify what `slots` drafted so far in the next iteration."""
@@ -330,11 +373,11 @@ class Scheduler:
         """A request's prompt is computed: others may share it."""
         self.published[slot] = True
         self._lost.pop(request, None)
-        self.memory.prefixes.publish(slot, request, int(self.computed[slot]))
+        self.memory.prefixes.publish(slot, request, int(self.sure[slot]))
 
     def _begin_rounds(self, slots: np.ndarray) -> None:
         room = self.limit[slots] - self.length[slots] - 1
-        most = np.minimum(np.minimum(self._draft_lengths(slots), self.most[slots]), room)
+        most = np.minimum(np.minimum(self._draft_lengths(slots), self.most[slots]), np.maximum(room, 0))
         selects = self.selects[slots]
         direct, drafting = slots[~selects], slots[selects]
         if len(direct):  # first: they leave no choice
@@ -352,5 +395,5 @@ class Scheduler:
         """Integrity of slots and pages. Raises RuntimeError."""
         self.memory.check()
         for slot, request in enumerate(self.requests):
-            if request is None and (self.active[slot] or self.memory.pages.counts[slot]):
+            if request is None and slot not in self.flights.left and (self.active[slot] or self.memory.pages.counts[slot]):
                 raise RuntimeError(f"slot {slot} is out of step with its request")

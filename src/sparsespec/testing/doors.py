@@ -56,7 +56,11 @@ def step(llm: LLM | Engine) -> list[RequestOutput]:
 
 
 def running_requests(llm: LLM | Engine) -> dict[str, Request]:
-    """The requests that run on the device now, by id (the n completions of one prompt are called id#0, id#1, ...)."""
+    """The requests that run on the device now, by id (the n completions of one prompt are called id#0, id#1, ...).
+
+    Steps under way are waited for; their outputs come with the next step.
+    """
+    _engine(llm).settle()
     scheduler = _engine(llm).scheduler
     running = (scheduler.requests[slot] for slot in scheduler.movable())
     return {r.request_id: r for r in running if r is not None}
